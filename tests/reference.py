@@ -1,0 +1,123 @@
+"""Single-process attention, written independently of the package under test and sharing no code with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Layer:
+    """One attention layer's tensors, full sequence, and how to run it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    x: torch.Tensor
+    wq: torch.Tensor
+    wk: torch.Tensor
+    wv: torch.Tensor
+    bq: torch.Tensor | None = None
+    bk: torch.Tensor | None = None
+    bv: torch.Tensor | None = None
+    q_gain: torch.Tensor | None = None
+    k_gain: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+    causal: bool = True
+
+    LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain")
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in self.LEAVES if getattr(self, name) is not None}
+
+
+def make_layer(
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int = 8,
+    size: int = 24,
+    batch: int = 1,
+    seq: int = 16,
+    bias: bool = False,
+    norm: bool = False,
+    causal: bool = True,
+    rotary: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Layer:
+    """Random tensors; every head, row and batch entry differs, so that a misrouted one cannot go unseen."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(dtype)
+
+    cos = sin = None
+    if rotary:
+        frequency = 1.0 / 100.0 ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.arange(seq, dtype=torch.float64)[:, None] * frequency[None]
+        angle = torch.cat([angle, angle], -1)[None]
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    w = 1.0 / math.sqrt(size)
+    return Layer(
+        heads,
+        kv_heads,
+        head_dim,
+        x=rand(batch, seq, size),
+        wq=rand(heads * head_dim, size, scale=2 * w),
+        wk=rand(kv_heads * head_dim, size, scale=2 * w),
+        wv=rand(kv_heads * head_dim, size, scale=w),
+        bq=rand(heads * head_dim, scale=0.3) if bias else None,
+        bk=rand(kv_heads * head_dim, scale=0.3) if bias else None,
+        bv=rand(kv_heads * head_dim, scale=0.3) if bias else None,
+        q_gain=1 + rand(head_dim, scale=0.3) if norm else None,
+        k_gain=1 + rand(head_dim, scale=0.3) if norm else None,
+        cos=cos,
+        sin=sin,
+        dout=rand(batch, seq, heads * head_dim),
+        causal=causal,
+    )
+
+
+def attend(layer: Layer, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`[B, S, H * D]` head by head: nothing is batched over heads, so no layout can hide a mispairing."""
+    D, S = layer.head_dim, layer.x.shape[1]
+    outs = []
+    for i in range(layer.heads):
+        j = i // (layer.heads // layer.kv_heads)
+        q = leaves["x"] @ leaves["wq"][i * D : (i + 1) * D].T
+        k = leaves["x"] @ leaves["wk"][j * D : (j + 1) * D].T
+        v = leaves["x"] @ leaves["wv"][j * D : (j + 1) * D].T
+        if "bq" in leaves:
+            q = q + leaves["bq"][i * D : (i + 1) * D]
+            k = k + leaves["bk"][j * D : (j + 1) * D]
+            v = v + leaves["bv"][j * D : (j + 1) * D]
+        if "q_gain" in leaves:
+            q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * leaves["q_gain"]
+            k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt() * leaves["k_gain"]
+        if layer.cos is not None:
+            q, k = turn(q, layer.cos, layer.sin), turn(k, layer.cos, layer.sin)
+        scores = torch.einsum("bsd,btd->bst", q, k) / math.sqrt(D)
+        if layer.causal:
+            scores = scores + torch.full((S, S), float("-inf"), dtype=scores.dtype).triu(1)
+        outs.append(torch.einsum("bst,btd->bsd", torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)), v))
+    return torch.cat(outs, -1)
+
+
+def turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotation by complex numbers: pair (d, d + D/2) turns by the angle whose cos and sin are given."""
+    half = t.shape[-1] // 2
+    z = torch.complex(t[..., :half], t[..., half:]) * torch.complex(cos[..., :half], sin[..., :half])
+    return torch.cat([z.real, z.imag], -1)
+
+
+def reference(layer: Layer) -> dict[str, torch.Tensor]:
+    """The output and the gradient of every leaf."""
+    leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
+    out = attend(layer, leaves)
+    out.backward(layer.dout)
+    return {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items()}}

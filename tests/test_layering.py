@@ -1,0 +1,67 @@
+"""Who may import whom: the core knows no host, hosts do not know each other, one file calls collectives."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+BLOCKED_IMPORT = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"deepspeed", "megatron", "transformers", "accelerate", "wrapt", "flash_attn"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+import upipe_integrations, torch
+w = [torch.randn(8, 6, requires_grad=True) for _ in range(3)]
+p = upipe_integrations.AttentionProjections(*(upipe_integrations.Projection(t, 4) for t in w))
+s = upipe_integrations.UPipeConfig(1).schedule(heads=2, kv_heads=2, ranks=1)
+k = upipe_integrations.select_kernel("auto", upipe_integrations.KernelRequest(torch.device("cpu"), torch.float32, 4))
+upipe_integrations.upipe_attention(torch.randn(1, 5, 6), p, s, None, k).sum().backward()
+assert all(t.grad is not None for t in w)
+"""
+
+
+def test_the_core_works_with_every_host_blocked():
+    subprocess.run([sys.executable, "-c", BLOCKED_IMPORT], check=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize("plugin", ["deepspeed_plugin", "megatron_patch"])
+def test_importing_a_plugin_imports_no_host(plugin):
+    code = (
+        f"import sys, {plugin}; "
+        "print([m for m in ('deepspeed', 'megatron', 'transformers', 'accelerate') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_one_file_of_the_core_uses_collectives():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "upipe_integrations").rglob("*.py")
+        if any(name.startswith("torch.distributed") for name in _imports(path))
+    }
+    assert users == {"upipe_integrations/all_to_all.py"}
+
+
+def test_hosts_do_not_know_each_other():
+    for mine, other in (("deepspeed_plugin", "megatron"), ("megatron_patch", "deepspeed")):
+        for path in (ROOT / mine).rglob("*.py"):
+            assert not [name for name in _imports(path) if name.split(".")[0].startswith(other)], path

@@ -1,0 +1,25 @@
+"""UPipe ("untied Ulysses", arXiv 2602.21196): context-parallel attention in stages of a few heads.
+
+The core: torch only, and it knows no training framework. ``deepspeed_plugin`` and ``megatron_patch`` put
+it into DeepSpeed and Megatron.
+"""
+
+from upipe_integrations.attention import AttentionProjections, upipe_attention
+from upipe_integrations.config import UPipeConfig
+from upipe_integrations.kernels import AttentionSpec, KernelRequest, select_kernel
+from upipe_integrations.projection import HeadFunction, Projection, RotateHalf
+from upipe_integrations.schedule import Schedule
+
+__all__ = [
+    "AttentionProjections",
+    "AttentionSpec",
+    "HeadFunction",
+    "KernelRequest",
+    "Projection",
+    "RotateHalf",
+    "Schedule",
+    "UPipeConfig",
+    "select_kernel",
+    "upipe_attention",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,70 @@
+"""Sequence shards to head shards and back. The only file of the core that calls a collective.
+
+Shapes: C ranks, L rows of the sequence per rank, S = C * L, B batch, n heads of one rank in one stage,
+D head size. An exchange buffer is ``[C, L, B, n, D]``. Sending, piece c goes to rank c and holds this
+rank's rows of rank c's heads; received, piece c came from rank c and holds rank c's rows of this rank's
+heads, so that the buffer *is* the whole sequence ``[S, B, n, D]`` and attention reads a view of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+"""A sequence-parallel process group; None is a group of one rank that needs no communication."""
+
+
+def group_ranks(group: Group) -> int:
+    """Ranks of `group`."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This process's rank within `group` (not its global rank)."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def exchange(send: Tensor, group: Group) -> Tensor:
+    """All-to-all over the first dimension of a contiguous `[C, ...]` buffer; a group of one returns it as is."""
+    if group_ranks(group) == 1:
+        return send
+    received = torch.empty_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    return received
+
+
+def gather_integers(values: list[int], group: Group, device: torch.device) -> list[list[int]]:
+    """Every rank's `values` (as many on each), by rank: for checks that all ranks must decide alike."""
+    if group_ranks(group) == 1:
+        return [values]
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group_ranks(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [row.tolist() for row in everyone]
+
+
+def sum_over_group(value: Tensor, group: Group) -> Tensor:
+    """The sum of `value` over the group's ranks, outside autograd."""
+    total = value.detach().clone()
+    if group_ranks(group) > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def send_view(heads: Tensor, ranks: int) -> Tensor:
+    """`[B, L, C*n, D]` -> view `[C, L, B, n, D]`: piece c is for rank c."""
+    return heads.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
+
+
+def attention_view(received: Tensor) -> Tensor:
+    """`[C, L, B, n, D]` as received -> view `[B, n, S, D]` for the kernel."""
+    C, L, B, n, D = received.shape
+    return received.view(C * L, B, n, D).permute(1, 2, 0, 3)
+
+
+def sequence_pieces(attended: Tensor, ranks: int) -> Tensor:
+    """`[B, n, S, D]` -> contiguous `[C, L, B, n, D]`: piece c is for rank c; no copy where the memory allows."""
+    B, n, S, D = attended.shape
+    return attended.permute(2, 0, 1, 3).contiguous().view(ranks, S // ranks, B, n, D)

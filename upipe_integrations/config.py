@@ -1,0 +1,114 @@
+"""The user's settings: one frozen object, validated when it is built and trusted afterwards.
+
+Hosts build it from their own configuration (a ds_config block, command-line arguments) with
+:meth:`UPipeConfig.from_mapping`; nothing in the core reads files or environment variables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from upipe_integrations.kernels import KERNELS
+from upipe_integrations.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class UPipeConfig:
+    """What a user can set.
+
+    Args:
+        chunk_heads: query heads per stage, counted over all ranks of the group (U in the paper). A
+            multiple of the group's ranks, at most the model's query heads. The number of ranks saves
+            most memory; the number of query heads is plain Ulysses in one stage.
+        kernel: local attention: ``"auto"`` or one of the names in ``upipe_integrations.kernels.KERNELS``.
+
+    Raises:
+        ValueError: a value of the wrong type or outside its range; the message names key, value,
+            rule and remedy.
+    """
+
+    chunk_heads: int
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chunk_heads, bool) or not isinstance(self.chunk_heads, int):
+            raise ValueError(
+                f"upipe.chunk_heads = {self.chunk_heads!r}: must be an integer (query heads per stage over "
+                "all ranks). Set it to the number of sequence-parallel ranks to save most memory."
+            )
+        if self.chunk_heads < 1:
+            raise ValueError(
+                f"upipe.chunk_heads = {self.chunk_heads}: must be positive. Set it to the number of "
+                "sequence-parallel ranks to save most memory."
+            )
+        names = ("auto", *KERNELS)
+        if self.kernel not in names:
+            raise ValueError(
+                f"upipe.kernel = {self.kernel!r}: no such kernel{closest(str(self.kernel), names)}. "
+                f"Known kernels: {', '.join(names)}."
+            )
+
+    @classmethod
+    def from_mapping(cls, block: Any) -> UPipeConfig:
+        """Build from a user's ``upipe`` block.
+
+        Raises:
+            ValueError: the block is no mapping, lacks ``chunk_heads``, or has an unknown key (the
+                closest known one is named).
+        """
+        keys = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(block, Mapping):
+            raise ValueError(
+                f'upipe = {block!r}: must be a block of settings such as {{"chunk_heads": 4}}. '
+                f"Known keys: {', '.join(keys)}."
+            )
+        for key in block:
+            if key not in keys:
+                raise ValueError(
+                    f"upipe.{key} = {block[key]!r}: unknown key{closest(str(key), keys)}. "
+                    f"Known keys: {', '.join(keys)}."
+                )
+        if "chunk_heads" not in block:
+            raise ValueError(
+                "upipe.chunk_heads is missing: it says how many query heads a stage runs over all ranks. "
+                "Set it to the number of sequence-parallel ranks to save most memory."
+            )
+        return cls(**block)
+
+    def schedule(self, *, heads: int, kv_heads: int, ranks: int) -> Schedule:
+        """The schedule of one attention layer under these settings.
+
+        Args:
+            heads: query heads of the layer, over all ranks.
+            kv_heads: KV heads of the layer, over all ranks.
+            ranks: ranks of the sequence-parallel group.
+
+        Raises:
+            ValueError: ``chunk_heads`` does not fit the ranks or the heads, or the heads do not fit
+                the ranks.
+        """
+        U = self.chunk_heads
+        fitting = [n for n in range(ranks, heads + 1, ranks) if heads % n == 0]
+        advice = f"Values that fit this model: {', '.join(map(str, fitting))}." if fitting else ""
+        if U > heads:
+            raise ValueError(
+                f"upipe.chunk_heads = {U}: larger than the model's {heads} query heads. "
+                f"{advice or 'Use fewer sequence-parallel ranks.'}"
+            )
+        if U % ranks:
+            raise ValueError(
+                f"upipe.chunk_heads = {U}: must be a multiple of the {ranks} sequence-parallel ranks, as "
+                f"every rank attends the same number of heads in a stage. "
+                f"{advice or 'Use fewer sequence-parallel ranks.'}"
+            )
+        return Schedule.build(heads=heads, kv_heads=kv_heads, ranks=ranks, chunk_heads=U)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known word nearest to `word`, or an empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,225 @@
+"""One stage's heads from the layer's input, written straight into the send buffer; and the way back.
+
+Projecting inside the stage loop is what "untied" means (arXiv 2602.21196, section 3): only the heads of
+one stage exist at a time. What happens to a head between its projection and the exchange is the caller's:
+a :class:`HeadFunction` (per-head norm, any rotary; differentiated by autograd on this stage alone), then a
+:class:`RotateHalf`, which needs no autograd and no temporaries as it rotates into the send buffer.
+
+Shapes: B batch, L rows of the sequence on this rank, E input size, D head size, N heads of the whole
+projection, C ranks, n heads of one rank in one stage. Exchange buffers are `[C, L, B, n, D]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upipe_integrations.all_to_all import send_view
+from upipe_integrations.heads import HeadRows, add_heads, take_heads
+from upipe_integrations.schedule import HeadChunk
+
+
+@dataclass(frozen=True)
+class RotateHalf:
+    """Rotary embedding with the halves convention of Llama (``x * cos + rotate_half(x) * sin``).
+
+    Args:
+        cos: `[B or 1, L, R]`, this rank's rows, R <= D even; the first R of a head's D are rotated.
+        sin: like `cos`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def rotate(self, source: Tensor, target: Tensor, *, inverse: bool = False) -> None:
+        """target <- rotated source, both `[C, L, B, n, D]` of any strides; `inverse` is the transpose."""
+        R = self.cos.shape[-1]
+        half = R // 2
+        cos, sin = (t.to(source.dtype).transpose(0, 1)[None, :, :, None] for t in (self.cos, self.sin))
+        sign = -1.0 if inverse else 1.0
+        sin_of_first, sin_of_second = sin[..., :half], sin[..., half:]
+        if inverse:
+            sin_of_first, sin_of_second = sin_of_second, sin_of_first
+        first, second = source[..., :half], source[..., half:R]
+        torch.mul(first, cos[..., :half], out=target[..., :half])
+        target[..., :half].addcmul_(second, sin_of_first, value=-sign)
+        torch.mul(second, cos[..., half:], out=target[..., half:R])
+        target[..., half:R].addcmul_(first, sin_of_second, value=sign)
+        if source.shape[-1] > R:
+            target[..., R:].copy_(source[..., R:])
+
+
+@dataclass(frozen=True)
+class HeadFunction:
+    """A differentiable function of some heads, such as a per-head norm.
+
+    Args:
+        function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It must treat
+            heads alike, as it sees those of one stage, and be free of side effects, as backward calls
+            it again.
+        tensors: what it reads besides; those that require gradients get them.
+    """
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A query, key or value projection, and what is done to a head after it.
+
+    Args:
+        weight: `[N * D, E]` in checkpoint order, as in ``nn.Linear``.
+        head_dim: D.
+        bias: `[N * D]` or None.
+        function: applied to the projected heads, or None.
+        rotary: applied after `function`, or None.
+    """
+
+    weight: Tensor
+    head_dim: int
+    bias: Tensor | None = None
+    function: HeadFunction | None = None
+    rotary: RotateHalf | None = None
+
+    @property
+    def heads(self) -> int:
+        """N."""
+        return self.weight.shape[0] // self.head_dim
+
+    def tensors(self) -> list[Tensor | None]:
+        """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned."""
+        return [
+            self.weight,
+            self.bias,
+            *(self.function.tensors if self.function else ()),
+            *((self.rotary.cos, self.rotary.sin) if self.rotary else ()),
+        ]
+
+    def with_tensors(self, tensors: Iterator[Tensor | None]) -> Projection:
+        """The same projection of other tensors, consumed from `tensors`."""
+        weight, bias = next(tensors), next(tensors)
+        assert weight is not None
+        function, rotary = self.function, self.rotary
+        if function is not None:
+            function = HeadFunction(function.function, tuple(_next(tensors) for _ in function.tensors))
+        if rotary is not None:
+            rotary = RotateHalf(_next(tensors), _next(tensors))
+        return Projection(weight, self.head_dim, bias, function, rotary)
+
+    def send_buffer(self, x: Tensor, chunk: HeadChunk) -> Tensor:
+        """The chunk's heads of `x` `[B, L, E]`, ready to exchange: `[C, L, B, n, D]`."""
+        heads = self._project(x, chunk.distinct)
+        if self.function is not None:
+            heads = self.function.function(heads, *self.function.tensors)
+        if chunk.is_replicated:
+            heads = heads.index_select(2, _positions(chunk, x.device))
+        source = send_view(heads, len(chunk.by_rank))
+        del heads
+        if self.rotary is None:
+            return source.contiguous()
+        buffer = source.new_empty(source.shape)
+        self.rotary.rotate(source, buffer)
+        return buffer
+
+    def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
+        """`[B, L, E]` -> `[B, L, heads, D]`."""
+        bias = self._rows(self.bias, heads, x.dtype) if self.bias is not None else None
+        projected = torch.nn.functional.linear(x, self._rows(self.weight, heads, x.dtype), bias)
+        return projected.unflatten(2, (-1, self.head_dim))
+
+    def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
+        """The rows of a weight or bias that make `heads`, in the computing precision."""
+        return take_heads(parameter.unflatten(0, (-1, self.head_dim)), heads, 0).flatten(0, 1).to(dtype)
+
+
+@dataclass
+class ProjectionGradient:
+    """Gradients of one :class:`Projection`, accumulated stage by stage; None where none is wanted."""
+
+    projection: Projection
+    weight: Tensor | None
+    bias: Tensor | None
+    function: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
+        """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
+        tensors = projection.tensors()
+        grads = [
+            torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=False)
+        ]
+        read = len(projection.function.tensors) if projection.function else 0
+        return cls(projection, grads[0], grads[1], grads[2 : 2 + read])
+
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of ``Projection.tensors``; rotary tables get none."""
+        return [self.weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
+
+    def add(self, received: Tensor, x: Tensor, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
+        """Add what the chunk's gradient `[C, L, B, n, D]` (back from the exchange) contributes.
+
+        `x` is `[B, L, E]`. Returns `dx` `[B * L, E]` with its share added in place (a new tensor if it
+        was None).
+        """
+        projection, heads = self.projection, chunk.distinct
+        grad = self._grad_of_projected(received, x, chunk)
+        del received
+        rows = grad.flatten(0, 1).flatten(1, 2)
+        if self.weight is not None:
+            self._add_rows(self.weight, rows.t() @ x.flatten(0, 1), heads)
+        if self.bias is not None:
+            self._add_rows(self.bias, rows.sum(0), heads)
+        weight = projection._rows(projection.weight, heads, x.dtype)
+        return rows @ weight if dx is None else dx.addmm_(rows, weight)
+
+    def _add_rows(self, total: Tensor, rows: Tensor, heads: HeadRows) -> None:
+        """Add `rows` of a weight or bias gradient where `heads` are."""
+        D = self.projection.head_dim
+        split = rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), D))
+        add_heads(total.unflatten(0, (-1, D)), heads, 0, split)
+
+    def _grad_of_projected(self, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
+        """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
+        C, L, B, n, D = received.shape
+        projection = self.projection
+        grad = received.new_empty(B, L, C * n, D)
+        if projection.rotary is None:
+            send_view(grad, C).copy_(received)
+        else:
+            projection.rotary.rotate(received, send_view(grad, C), inverse=True)
+        del received
+        if chunk.is_replicated:
+            summed = grad.new_zeros(B, L, len(chunk.distinct[0]), D)
+            grad = summed.index_add_(2, _positions(chunk, grad.device), grad)
+        if projection.function is None:
+            return grad
+        projected = projection._project(x, chunk.distinct)
+        with torch.enable_grad():
+            projected = projected.detach().requires_grad_()
+            read = [
+                t.detach().requires_grad_(g is not None)
+                for t, g in zip(projection.function.tensors, self.function, strict=True)
+            ]
+            result = projection.function.function(projected, *read)
+        leaves = [projected, *(t for t in read if t.requires_grad)]
+        grad, *of_read = torch.autograd.grad(result, leaves, grad, allow_unused=True, materialize_grads=True)
+        for total, part in zip((g for g in self.function if g is not None), of_read, strict=True):
+            total.add_(part)
+        return grad
+
+
+def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:
+    """Where each head of the exchange buffer is among the chunk's distinct heads."""
+    at = {head: i for i, head in enumerate(chunk.distinct[0])}
+    return torch.tensor([at[head] for row in chunk.by_rank for head in row], device=device)
+
+
+def _next(tensors: Iterator[Tensor | None]) -> Tensor:
+    tensor = next(tensors)
+    assert tensor is not None
+    return tensor
