@@ -4,7 +4,7 @@ The core: torch only, and it knows no training framework. ``deepspeed_plugin`` a
 it into DeepSpeed and Megatron.
 """
 
-from upipe_integrations.attention import AttentionProjections, upipe_attention
+from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention
 from upipe_integrations.config import UPipeConfig
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, select_kernel
 from upipe_integrations.projection import HeadFunction, Projection, RotateHalf
@@ -19,6 +19,7 @@ __all__ = [
     "RotateHalf",
     "Schedule",
     "UPipeConfig",
+    "compute_dtype",
     "select_kernel",
     "upipe_attention",
 ]

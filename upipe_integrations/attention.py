@@ -84,11 +84,15 @@ def upipe_attention(
         ValueError: shapes, dtypes, schedule and group do not fit together; raised before any exchange.
     """
     _check(x, projections, schedule, group)
-    device_type = x.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
-    call = _Call(projections.without_tensors(), schedule, group, kernel, spec or AttentionSpec(), dtype)
+    call = _Call(projections.without_tensors(), schedule, group, kernel, spec or AttentionSpec(), compute_dtype(x))
     out: Tensor = _UPipeAttention.apply(call, x, *projections.tensors())
     return out
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype attention of `x` is computed in: autocast's where it is on, else x's own."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def _check(x: Tensor, projections: AttentionProjections, schedule: Schedule, group: Group) -> None:

@@ -1,0 +1,13 @@
+"""UPipe for DeepSpeed: ``"upipe": {"chunk_heads": N}`` in the ds_config replaces Ulysses attention.
+
+Importing this package arms the switch: engines built afterwards look for the key. Nothing happens without
+it. :func:`register` and :func:`unregister` do the same explicitly. Neither DeepSpeed nor Transformers is
+imported here.
+"""
+
+from deepspeed_plugin.loss import group_mean_loss, sequence_parallel_loss
+from deepspeed_plugin.switch import register, unregister
+
+__all__ = ["group_mean_loss", "register", "sequence_parallel_loss", "unregister"]
+
+register()

@@ -1,0 +1,146 @@
+"""Putting UPipe into a model, and taking it out again."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
+from deepspeed_plugin.group import SequenceGroup
+from deepspeed_plugin.guard import ShardGuard
+from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
+from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
+from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
+
+_MILLION_TOKENS = 1 << 20
+
+
+class Attachment:
+    """UPipe in one model; :meth:`undo` restores the model exactly.
+
+    Attributes:
+        summary: one line that says what was replaced and what it is expected to save.
+        layers: names of the attention modules that were replaced.
+    """
+
+    def __init__(self, summary: str, layers: dict[str, nn.Module], guard: RemovableHandle) -> None:
+        self.summary = summary
+        self._layers = layers
+        self._guard = guard
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the attention modules that are replaced; none after :meth:`undo`."""
+        return list(self._layers)
+
+    def undo(self) -> None:
+        """Give every module its own forward back and remove what was added; a second call does nothing."""
+        for module in self._layers.values():
+            del module.forward
+            delattr(module, CHILD)
+        self._layers = {}
+        self._guard.remove()
+
+
+def attach(
+    model: nn.Module,
+    config: UPipeConfig,
+    group: SequenceGroup,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    zero_stage: int = 0,
+) -> Attachment:
+    """Replace the attention of `model`, before its DeepSpeed engine is built.
+
+    Args:
+        model: a Transformers model (or something that holds one).
+        config: the ``upipe`` settings.
+        group: the sequence-parallel group.
+        device: where the model will run, and `dtype` what it will compute in: they decide the kernel.
+        zero_stage: 3 registers the projections' weights with ZeRO-3.
+
+    Raises:
+        ValueError: the settings, the model and the group do not fit, or UPipe is attached already. Nothing
+            has been changed then.
+    """
+    layers = find_attention(model)
+    if any(hasattr(module, CHILD) for module in layers.values()):
+        raise ValueError("upipe: this model has UPipe already. Call undo() on its attachment (engine.upipe) first.")
+    facts = {name: attention_facts(name, module, device) for name, module in layers.items()}
+    schedules = {
+        name: config.schedule(heads=fact.heads, kv_heads=fact.kv_heads, ranks=group.ranks)
+        for name, fact in facts.items()
+    }
+    kernels = {select_kernel(config.kernel, KernelRequest(device, dtype, fact.head_dim)).name for fact in facts.values()}
+    entry = _entry_module(model, layers)
+    settings = LayerSettings(config, group, _disabled_in_eval(model))
+
+    for name, module in layers.items():
+        child = StagedAttention(module, facts[name], schedules[name], settings)
+        if zero_stage == 3:
+            _register_external(child)
+        module.add_module(CHILD, child)
+        module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
+    guard = entry.register_forward_pre_hook(ShardGuard(entry, settings), with_kwargs=True)
+    return Attachment(_summary(facts, schedules, sorted(kernels), dtype), layers, guard)
+
+
+def _register_external(child: StagedAttention) -> None:
+    from deepspeed.runtime.zero import register_external_parameter
+
+    for parameter in child.external_parameters():
+        register_external_parameter(child, parameter)
+
+
+def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
+    """The innermost module around all attention whose forward takes ``position_ids``."""
+    entry = None
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if all(layer.startswith(prefix) for layer in layers):
+            if "position_ids" in inspect.signature(module.forward).parameters:
+                entry = module
+    if entry is None:
+        raise ValueError(
+            f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
+            "positions of the shards can't be checked. Use a Transformers model, or remove the 'upipe' key."
+        )
+    return entry
+
+
+def _disabled_in_eval(model: nn.Module) -> bool:
+    """Whether Ulysses was registered with ``disable_in_eval`` (Accelerate and the Trainer always do)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(implementation) if implementation else None
+    if not inspect.isfunction(function):
+        return False
+    registered = inspect.getclosurevars(function).nonlocals.get("uattn")
+    return bool(getattr(registered, "disable_in_eval", False))
+
+
+def _summary(
+    facts: dict[str, AttentionFacts], schedules: dict[str, Schedule], kernels: list[str], dtype: torch.dtype
+) -> str:
+    """The line that is logged; layers that differ from the first are counted, not described."""
+    fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
+    shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
+    ours = upipe_peak(shape, schedule).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
+    theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
+    others = sum(other != schedule for other in schedules.values())
+    return (
+        f"UPipe: {len(facts)} attention layers replaced ({', '.join(sorted({f.class_name for f in facts.values()}))}), "
+        f"{fact.heads} query and {fact.kv_heads} KV heads on {schedule.ranks} ranks in {len(schedule.stages)} stages "
+        f"of {schedule.chunk_heads} heads{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}; "
+        f"expected attention peak per rank in training, at 1M tokens of batch 1 in {str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB "
+        f"against {theirs.training:.2f} GiB with Ulysses ({ours.training / theirs.training - 1:+.0%})"
+    )

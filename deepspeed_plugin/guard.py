@@ -1,0 +1,127 @@
+"""What is checked each time the model is entered: the ranks hold the shards of one plain causal sequence.
+
+One small all-gather per forward of the model, on all ranks alike, so that bad input raises the same error
+everywhere before any attention exchange and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_plugin.layer import LayerSettings
+from upipe_integrations.all_to_all import gather_integers
+
+
+class _Fault(enum.IntEnum):
+    """What can be wrong with one rank's input; the number travels to the other ranks."""
+
+    NONE = 0
+    NO_POSITIONS = 1
+    POSITION_SHAPE = 2
+    RESTARTING_POSITIONS = 3
+    PADDING_MASK = 4
+    OTHER_MASK = 5
+    CACHE = 6
+
+
+_ADVICE = {
+    _Fault.NO_POSITIONS: "position_ids are missing. The model would count from 0 on every rank; pass global ones: "
+    "rank r of the group holds positions [r * L, (r + 1) * L) (UlyssesSPDataLoaderAdapter shards them for you).",
+    _Fault.POSITION_SHAPE: "position_ids must be [batch or 1, rows of this rank]: position_ids with several "
+    "components per token (mrope) are not supported yet.",
+    _Fault.RESTARTING_POSITIONS: "position_ids are not consecutive within the shard: packed documents are not "
+    "supported yet. Train unpacked sequences, or remove the 'upipe' key.",
+    _Fault.PADDING_MASK: "attention_mask masks some tokens: padding masks are not supported. Pad on the right, give "
+    "padded tokens the label -100 and leave attention_mask out (causal attention never looks at them), or pack.",
+    _Fault.OTHER_MASK: "attention_mask is not a [batch, rows] mask of ones: custom masks are not supported. Leave it "
+    "out, or remove the 'upipe' key.",
+    _Fault.CACHE: "the model was called with a key/value cache (generate()), which sharded attention does not fill. "
+    "Register Ulysses with disable_in_eval=True and call model.eval() to generate, or remove the 'upipe' key.",
+}
+
+
+class ShardGuard:
+    """Forward pre-hook of the module that takes ``position_ids``; see the module docstring.
+
+    Checks that every rank of the group has as many batch rows and sequence rows, that positions are global
+    and consecutive, and that no token is masked; an ``attention_mask`` of ones is dropped, so that the model
+    builds no mask of the local shard.
+    """
+
+    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+        self._signature = inspect.signature(module.forward)
+        self._settings = settings
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Raises ValueError, on every rank of the group alike, naming the ranks and the remedy."""
+        if self._settings.disabled_in_eval and not module.training:
+            return None
+        bound = self._signature.bind(*args, **kwargs)
+        given = bound.arguments
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given.get("inputs_embeds")
+        if tokens is None:
+            return None  # the model's own error is the right one
+        caches = [given.get(name, given.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
+        if any(cache is not None for cache in caches):
+            fault, first = _Fault.CACHE, 0
+        else:
+            fault, first = _inspect(given.get("position_ids"), given.get("attention_mask"), tokens.shape[1])
+        mine = [tokens.shape[0], tokens.shape[1], first, int(fault)]
+        _check(gather_integers(mine, self._settings.group.process_group, tokens.device))
+        if given.get("attention_mask") is None:
+            return None
+        if "attention_mask" in kwargs:
+            return args, {**kwargs, "attention_mask": None}
+        at = list(given).index("attention_mask")
+        return (*args[:at], None, *args[at + 1 :]), kwargs
+
+
+def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int]:
+    """This rank's fault, and its first position (0 where there is none to read)."""
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if not bool((mask == 1).all()):
+            return _Fault.PADDING_MASK, 0
+    elif mask is not None:
+        return _Fault.OTHER_MASK, 0
+    if position_ids is None:
+        return _Fault.NO_POSITIONS, 0
+    if position_ids.dim() != 2 or position_ids.shape[1] != rows or rows == 0:
+        return _Fault.POSITION_SHAPE, 0
+    first = position_ids[0, 0]
+    expected = first + torch.arange(rows, device=position_ids.device)
+    consecutive, start = torch.stack([(position_ids == expected).all().long(), first.long()]).tolist()
+    return (_Fault.NONE if consecutive else _Fault.RESTARTING_POSITIONS), start
+
+
+def _check(by_rank: list[list[int]]) -> None:
+    """Decide from what every rank said: the same verdict everywhere."""
+    ranks = range(len(by_rank))
+    batch, rows, first, faults = zip(*by_rank, strict=True)
+    for fault, advice in _ADVICE.items():
+        guilty = [r for r in ranks if faults[r] == fault]
+        if guilty:
+            raise ValueError(f"upipe: on sequence-parallel ranks {guilty}: {advice}")
+    if len(set(rows)) > 1 or len(set(batch)) > 1:
+        raise ValueError(
+            f"upipe: the ranks of a sequence-parallel group hold different shapes: batch {list(batch)}, rows "
+            f"{list(rows)} by rank. All must hold shards of the same batch; pad the sequence to a multiple of "
+            f"{len(by_rank)} before sharding it."
+        )
+    wrong = [r for r in ranks if first[r] != first[0] + r * rows[0]]
+    if wrong or first[0] != 0:
+        raise ValueError(
+            f"upipe: position_ids start at {list(first)} by rank, but shards of {rows[0]} rows must start at "
+            f"{[r * rows[0] for r in ranks]}: either the positions are local to a rank, or the batch was not "
+            "sharded, or the shards are out of order. Shard the batch with its global position_ids "
+            "(UlyssesSPDataLoaderAdapter does); to evaluate unsharded batches register Ulysses with "
+            "disable_in_eval=True and call model.eval()."
+        )

@@ -1,0 +1,168 @@
+"""The attention of one layer: a parameter-less module beside the projections, and the forward that uses it.
+
+Parameters keep their names and places, so checkpoints do not change. The engine reads the weights of
+``q_proj``, ``k_proj`` and ``v_proj`` directly, which bypasses those modules' hooks; under ZeRO-3 they are
+therefore registered as external parameters of :class:`StagedAttention`, which is called with positional
+tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered for one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_plugin.families import AttentionFacts, check_projections, head_norm
+from deepspeed_plugin.group import SequenceGroup
+from upipe_integrations import (
+    AttentionProjections,
+    AttentionSpec,
+    HeadFunction,
+    KernelRequest,
+    Projection,
+    RotateHalf,
+    Schedule,
+    UPipeConfig,
+    compute_dtype,
+    select_kernel,
+    upipe_attention,
+)
+
+CHILD = "upipe"
+"""Name of the child module under an attention module."""
+
+# Arguments of Transformers' attention layers that do not change what is attended.
+_HARMLESS = {
+    "position_ids",  # checked once per step, for the whole model
+    "use_cache",
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What all layers of a model share."""
+
+    config: UPipeConfig
+    group: SequenceGroup
+    disabled_in_eval: bool
+
+
+class StagedAttention(nn.Module):
+    """UPipe attention over the projections of `attention`, up to but without the output projection.
+
+    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]`; returns `[B, L, H * D]`.
+    """
+
+    def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
+        super().__init__()
+        # In a tuple, or nn.Module would register the parent as a child of its child.
+        self._attention = (attention,)
+        self.facts = facts
+        self.schedule = schedule
+        self.settings = settings
+
+    def external_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of other modules that :meth:`forward` reads."""
+        for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            module = getattr(self._attention[0], name, None)
+            if module is not None:
+                yield from module.parameters(recurse=False)
+
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        facts, attention = self.facts, self._attention[0]
+        check_projections(facts.class_name, attention)
+        request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim)
+        projections = AttentionProjections(
+            self._projection("q", cos, sin), self._projection("k", cos, sin), self._projection("v")
+        )
+        return upipe_attention(
+            hidden_states,
+            projections,
+            self.schedule,
+            self.settings.group.process_group,
+            select_kernel(self.settings.config.kernel, request),
+            AttentionSpec(causal=True, scale=facts.scale),
+        )
+
+    def _projection(self, kind: str, cos: Tensor | None = None, sin: Tensor | None = None) -> Projection:
+        attention, facts = self._attention[0], self.facts
+        linear = getattr(attention, f"{kind}_proj")
+        function = head_norm(getattr(attention, f"{kind}_norm", None))
+        rotary = None
+        if cos is not None and sin is not None:
+            if facts.rotary is None:
+                rotary = RotateHalf(cos, sin)
+            else:
+                function = _then_rotate(function, facts.rotary, cos, sin)
+        return Projection(linear.weight, facts.head_dim, linear.bias, function, rotary)
+
+
+def _then_rotate(norm: HeadFunction | None, rotate: Any, cos: Tensor, sin: Tensor) -> HeadFunction:
+    """The norm, if any, and then the model's own rotary, as one function of a stage's heads."""
+
+    def apply(heads: Tensor, cos: Tensor, sin: Tensor, *of_norm: Tensor) -> Tensor:
+        rotated: Tensor = rotate(heads if norm is None else norm.function(heads, *of_norm), cos, sin)
+        return rotated
+
+    return HeadFunction(apply, (cos, sin, *(norm.tensors if norm else ())))
+
+
+def staged_forward(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Replaces the forward of a Transformers attention module; same arguments, same result.
+
+    Mask and cache are not looked at here: what reaches a layer was made by the model for the local shard, and
+    what the user gave was checked by :class:`~deepspeed_plugin.guard.ShardGuard` when the model was entered.
+
+    Raises:
+        ValueError: an argument asks for what UPipe does not do (attention weights, packed sequences,
+            bidirectional attention).
+    """
+    child: StagedAttention = attention.get_submodule(CHILD)  # type: ignore[assignment]
+    if child.settings.disabled_in_eval and not attention.training:
+        given = {"cache": cache, "past_key_values": past_key_values}
+        original: tuple[Tensor, None] = type(attention).forward(
+            attention,
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            **{name: value for name, value in given.items() if value is not None},
+            **options,
+        )
+        return original
+    _refuse_options(type(attention).__name__, options)
+    if position_embeddings is None:
+        raise ValueError(
+            f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
+        )
+    out = child(hidden_states, *position_embeddings)
+    return attention.o_proj(out), None
+
+
+def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _HARMLESS or value is None or value is False or (name == "is_causal" and value is True):
+            continue
+        raise ValueError(
+            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. "
+            f"Leave {name} out, or remove the 'upipe' key."
+        )
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

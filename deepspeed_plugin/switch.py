@@ -1,0 +1,100 @@
+"""The switch: a ds_config with an ``upipe`` key turns UPipe on, whoever builds the engine.
+
+``DeepSpeedEngine.__init__`` is the one place every route passes (``deepspeed.initialize`` with any form of
+config, Accelerate, the Trainer) where model, config and groups are known and ZeRO has not yet touched the
+model. It is wrapped when DeepSpeed's engine module is imported; DeepSpeed itself is never imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import wrapt
+
+from deepspeed_plugin.attach import Attachment, attach
+from deepspeed_plugin.group import find_group
+from deepspeed_plugin.settings import read_settings
+
+_ENGINE_MODULE = "deepspeed.runtime.engine"
+
+
+class _Switch:
+    """Whether engines built from now on look for the key; one per process, as is the class it wraps."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._installed = False
+
+    def register(self) -> None:
+        self.on = True
+        if not self._installed:
+            self._installed = True
+            wrapt.register_post_import_hook(self._wrap_engine, _ENGINE_MODULE)
+
+    def _wrap_engine(self, module: Any) -> None:
+        wrapper = wrapt.decorator(_engine_init, enabled=lambda: self.on)
+        module.DeepSpeedEngine.__init__ = wrapper(module.DeepSpeedEngine.__init__)
+
+
+_SWITCH = _Switch()
+
+
+def register() -> None:
+    """Let DeepSpeed engines built from now on look for the ``upipe`` key. Without the key nothing changes.
+
+    May be called before or after DeepSpeed is imported, and again: it does nothing then.
+    """
+    _SWITCH.register()
+
+
+def unregister() -> None:
+    """Stop looking for the key; engines built before keep what they have (``engine.upipe.undo()`` removes it)."""
+    _SWITCH.on = False
+
+
+def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """DeepSpeedEngine.__init__, after putting UPipe into the model when the config has the key."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    attachment = _attach_to_engine(given)
+    if attachment is None:
+        wrapped(*args, **kwargs)
+        return
+    try:
+        wrapped(*args, **kwargs)
+    except BaseException:
+        attachment.undo()
+        raise
+    engine.upipe = attachment
+
+
+def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import log_dist
+
+    ds_config = given.get("config") or {}
+    settings = read_settings(ds_config)
+    if settings is None:
+        return None
+    model = given["model"]
+    group = find_group(ds_config, given.get("mpu"), given.get("mesh_device"))
+    attachment = attach(
+        model,
+        settings,
+        group,
+        device=torch.device(get_accelerator().current_device_name()),
+        dtype=_compute_dtype(ds_config, model),
+        zero_stage=(ds_config.get("zero_optimization") or {}).get("stage", 0),
+    )
+    log_dist(attachment.summary, ranks=[0])
+    return attachment
+
+
+def _compute_dtype(ds_config: dict[str, Any], model: torch.nn.Module) -> torch.dtype:
+    """What DeepSpeed will compute in: its own mixed precision if the config asks for it, else the model's."""
+    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if (ds_config.get(key) or {}).get("enabled") is True:
+            return dtype
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,103 @@
+"""A batch and its loss on the ranks of a sequence-parallel group, in contiguous shards.
+
+Rank r of C holds rows ``[r * S / C, (r + 1) * S / C)``. Labels are shifted before they are sharded, so that
+the last token of a shard is trained on the first of the next.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upipe_integrations.all_to_all import Group, gather_integers, group_rank, group_ranks, sum_over_group
+
+IGNORED = -100
+"""Label of a token that is not trained on, as everywhere in PyTorch and Transformers."""
+
+
+def padding_for(length: int, multiple: int) -> int:
+    """Tokens to append so that `length` becomes a multiple of `multiple`: 7 and 4 give 1."""
+    return -length % multiple
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """Next-token targets of `[B, S]` labels: 1, 2, 3 -> 2, 3, -100."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
+def shard_batch(batch: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """This rank's shard of a batch that every rank of `group` holds whole.
+
+    Every tensor is `[B, S, ...]` and is cut along S. Global ``position_ids`` are added where there are none.
+    ``labels`` become ``shift_labels`` (targets already shifted, across shards too): pass them to
+    :func:`mean_token_loss`, not to the model, which would shift them again.
+
+    Raises:
+        ValueError: S is not a multiple of the ranks, tensors differ in S, or the ranks hold different
+            batches; on every rank alike.
+    """
+    C, rank = group_ranks(group), group_rank(group)
+    _check_same_batch(batch, group)
+    lengths = {name: t.shape[1] for name, t in batch.items()}
+    S = next(iter(lengths.values()))
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"tensors of a batch have different sequence lengths {lengths}: all must be [batch, sequence].")
+    if S % C:
+        raise ValueError(
+            f"a sequence of {S} tokens on {C} sequence-parallel ranks: the ranks must divide it. Pad it on the right "
+            f"with {padding_for(S, C)} tokens of label {IGNORED} (causal attention never looks at them)."
+        )
+    whole = dict(batch)
+    first = next(iter(whole.values()))
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(S, device=first.device).expand(first.shape[0], S)
+    if "labels" in whole:
+        whole["shift_labels"] = shift_labels(whole.pop("labels"))
+    L = S // C
+    return {name: t[:, rank * L : (rank + 1) * L].contiguous() for name, t in whole.items()}
+
+
+def mean_token_loss(logits: Tensor, shifted_labels: Tensor, group: Group) -> Tensor:
+    """This rank's share of the mean cross entropy over the group's labelled tokens.
+
+    Args:
+        logits: `[B, L, vocabulary]` of this rank's rows.
+        shifted_labels: `[B, L]`, already shifted; -100 is not counted.
+
+    Returns:
+        The sum of this rank's token losses over the number of labelled tokens on all ranks: the shares add
+        up to the mean, however unevenly labels are spread, and a rank without labels gives 0, not NaN.
+        Gradients *summed* over the group are those of one process; where they are averaged, multiply by
+        the ranks (``deepspeed_plugin.sequence_parallel_loss`` does so).
+    """
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(), shifted_labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    count = sum_over_group((shifted_labels != IGNORED).sum(), group)
+    return total / count.clamp(min=1)
+
+
+def _check_same_batch(batch: Mapping[str, Tensor], group: Group) -> None:
+    device = next(iter(batch.values())).device
+    form = zlib.crc32(repr([(name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()]).encode())
+    content = sum(_digest(t) for t in batch.values()) % (1 << 62)
+    by_rank = gather_integers([form, content], group, device)
+    differing = [r for r, said in enumerate(by_rank) if said != by_rank[0]]
+    if differing:
+        raise ValueError(
+            f"the ranks of a sequence-parallel group hold different batches: ranks {differing} differ from rank 0. "
+            "All must load the same batch before it is sharded: seed and shard the data loader by data-parallel "
+            "rank, not by global rank."
+        )
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number that depends on every value and its place."""
+    values = tensor.detach().flatten()
+    integers = values.view(torch.int32).long() if values.dtype == torch.float32 else values.to(torch.int64)
+    places = torch.arange(1, integers.numel() + 1, device=integers.device)
+    return int((integers * (places * 2654435761 % 1000003)).sum())
