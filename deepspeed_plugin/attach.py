@@ -78,9 +78,11 @@ def attach(
         name: config.schedule(heads=fact.heads, kv_heads=fact.kv_heads, ranks=group.ranks)
         for name, fact in facts.items()
     }
-    kernels = {select_kernel(config.kernel, KernelRequest(device, dtype, fact.head_dim)).name for fact in facts.values()}
+    kernels = {
+        select_kernel(config.kernel, KernelRequest(device, dtype, fact.head_dim)).name for fact in facts.values()
+    }
     entry = _entry_module(model, layers)
-    settings = LayerSettings(config, group, _disabled_in_eval(model))
+    settings = LayerSettings(config, group, _disabled_in_eval(layers))
 
     for name, module in layers.items():
         child = StagedAttention(module, facts[name], schedules[name], settings)
@@ -104,9 +106,9 @@ def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     entry = None
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if all(layer.startswith(prefix) for layer in layers):
-            if "position_ids" in inspect.signature(module.forward).parameters:
-                entry = module
+        holds_all = all(layer.startswith(prefix) for layer in layers)
+        if holds_all and "position_ids" in inspect.signature(module.forward).parameters:
+            entry = module
     if entry is None:
         raise ValueError(
             f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
@@ -115,13 +117,12 @@ def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     return entry
 
 
-def _disabled_in_eval(model: nn.Module) -> bool:
+def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:
     """Whether Ulysses was registered with ``disable_in_eval`` (Accelerate and the Trainer always do)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    config = getattr(model, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(implementation) if implementation else None
+    config: Any = next(iter(layers.values())).config
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     if not inspect.isfunction(function):
         return False
     registered = inspect.getclosurevars(function).nonlocals.get("uattn")
@@ -137,10 +138,12 @@ def _summary(
     ours = upipe_peak(shape, schedule).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     others = sum(other != schedule for other in schedules.values())
+    names = ", ".join(sorted({f.class_name for f in facts.values()}))
+    other_method = "Ulysses" if schedule.ranks > 1 else "plain attention"
     return (
-        f"UPipe: {len(facts)} attention layers replaced ({', '.join(sorted({f.class_name for f in facts.values()}))}), "
-        f"{fact.heads} query and {fact.kv_heads} KV heads on {schedule.ranks} ranks in {len(schedule.stages)} stages "
-        f"of {schedule.chunk_heads} heads{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}; "
-        f"expected attention peak per rank in training, at 1M tokens of batch 1 in {str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB "
-        f"against {theirs.training:.2f} GiB with Ulysses ({ours.training / theirs.training - 1:+.0%})"
+        f"UPipe: {len(facts)} attention layers replaced ({names}), {fact.heads} query and {fact.kv_heads} KV heads "
+        f"on {schedule.ranks} ranks in {len(schedule.stages)} stages of {schedule.chunk_heads} heads"
+        f"{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}; expected attention peak per "
+        f"rank in training, at 1M tokens of batch 1 in {str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB "
+        f"against {theirs.training:.2f} GiB with {other_method} ({ours.training / theirs.training - 1:+.0%})"
     )

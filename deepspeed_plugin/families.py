@@ -89,7 +89,7 @@ def attention_facts(name: str, module: nn.Module, device: torch.device) -> Atten
     # Some families decide per layer and keep the window on the module, the others read it from the config.
     window = module.sliding_window if hasattr(module, "sliding_window") else module.config.sliding_window \
         if hasattr(module.config, "sliding_window") else None  # fmt: skip
-    if window is not None:
+    if window:  # Qwen2-MoE says 0 where there is none
         raise ValueError(
             f"upipe: {where} has sliding_window = {window}: windowed attention is not supported yet. Set the "
             "model config's sliding_window to None where full attention is meant, or remove the 'upipe' key."

@@ -79,14 +79,15 @@ def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
     if settings is None:
         return None
     model = given["model"]
-    group = find_group(ds_config, given.get("mpu"), given.get("mesh_device"))
+    zero_stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    group = find_group(ds_config, given.get("mpu"), given.get("mesh_device"), zero_stage)
     attachment = attach(
         model,
         settings,
         group,
         device=torch.device(get_accelerator().current_device_name()),
         dtype=_compute_dtype(ds_config, model),
-        zero_stage=(ds_config.get("zero_optimization") or {}).get("stage", 0),
+        zero_stage=zero_stage,
     )
     log_dist(attachment.summary, ranks=[0])
     return attachment

@@ -40,7 +40,9 @@ def _written_out(q, k, v, dout, spec):
 
 def _mask(scores, spec):
     S = scores.shape[-1]
-    return scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=scores.device).triu(1) & spec.causal, -torch.inf)
+    return scores.masked_fill(
+        torch.ones(S, S, dtype=torch.bool, device=scores.device).triu(1) & spec.causal, -torch.inf
+    )
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(causal=False), AttentionSpec(scale=0.7)])
@@ -92,7 +94,11 @@ def test_auto_prefers_flash_attn_where_it_is_installed(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "request_", "message"),
     [
-        ("torch-cuda-flash", KernelRequest(CPU, torch.bfloat16, 64), r"needs CUDA tensors.*Use 'auto' or one of: torch-c"),
+        (
+            "torch-cuda-flash",
+            KernelRequest(CPU, torch.bfloat16, 64),
+            r"needs CUDA tensors.*Use 'auto' or one of: torch-c",
+        ),
         ("torch-cuda-flash", KernelRequest(CUDA, torch.float32, 64), r"float16 or bfloat16, these are torch.float32"),
         ("torch-cuda-flash", KernelRequest(CUDA, torch.bfloat16, 36), r"multiple of 8 up to 256, this is 36"),
         ("torch-cpu-flash", KernelRequest(CUDA, torch.bfloat16, 64), r"needs CPU tensors, these are on cuda"),

@@ -55,7 +55,8 @@ def sum_over_group(value: Tensor, group: Group) -> Tensor:
 
 def send_view(heads: Tensor, ranks: int) -> Tensor:
     """`[B, L, C*n, D]` -> view `[C, L, B, n, D]`: piece c is for rank c."""
-    return heads.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4)
+    by_rank: Tensor = heads.unflatten(2, (ranks, -1))
+    return by_rank.permute(2, 1, 0, 3, 4)
 
 
 def attention_view(received: Tensor) -> Tensor:

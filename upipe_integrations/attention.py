@@ -85,7 +85,7 @@ def upipe_attention(
     """
     _check(x, projections, schedule, group)
     call = _Call(projections.without_tensors(), schedule, group, kernel, spec or AttentionSpec(), compute_dtype(x))
-    out: Tensor = _UPipeAttention.apply(call, x, *projections.tensors())
+    out: Tensor = _UPipeAttention.apply(call, x, *projections.tensors())  # type: ignore[no-untyped-call]
     return out
 
 
@@ -250,17 +250,17 @@ class _UPipeAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, result, *saved = ctx.saved_tensors
         stages = len(ctx.call.schedule.stages)
         tensors, lses = saved[:-stages], saved[-stages:]
         call: _Call = ctx.call.with_tensors(tensors)
         wanted = iter(ctx.needs_input_grad[2:])
-        grads = [ProjectionGradient.zeros(p, wanted) for p in (call.projections.q, call.projections.k, call.projections.v)]
+        grads = [
+            ProjectionGradient.zeros(p, wanted) for p in (call.projections.q, call.projections.k, call.projections.v)
+        ]
         heads = (call.schedule.heads, -1)
         with torch.autocast(x.device.type, enabled=False):
-            dx = _backward(
-                call, dout.unflatten(2, heads), x.to(call.dtype), result.unflatten(2, heads), lses, grads
-            )
+            dx = _backward(call, dout.unflatten(2, heads), x.to(call.dtype), result.unflatten(2, heads), lses, grads)
         return None, dx.to(x.dtype).view_as(x), *(t for g in grads for t in g.tensors())

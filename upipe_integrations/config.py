@@ -94,7 +94,7 @@ class UPipeConfig:
         U = self.chunk_heads
         fitting = [n for n in range(ranks, heads + 1, ranks) if heads % n == 0]
         advice = f"Values that fit this model: {', '.join(map(str, fitting))}." if fitting else ""
-        if U > heads:
+        if heads < U:
             raise ValueError(
                 f"upipe.chunk_heads = {U}: larger than the model's {heads} query heads. "
                 f"{advice or 'Use fewer sequence-parallel ranks.'}"

@@ -130,7 +130,8 @@ class Projection:
         """`[B, L, E]` -> `[B, L, heads, D]`."""
         bias = self._rows(self.bias, heads, x.dtype) if self.bias is not None else None
         projected = torch.nn.functional.linear(x, self._rows(self.weight, heads, x.dtype), bias)
-        return projected.unflatten(2, (-1, self.head_dim))
+        by_head: Tensor = projected.unflatten(2, (-1, self.head_dim))
+        return by_head
 
     def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
         """The rows of a weight or bias that make `heads`, in the computing precision."""

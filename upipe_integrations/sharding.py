@@ -45,7 +45,9 @@ def shard_batch(batch: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
     lengths = {name: t.shape[1] for name, t in batch.items()}
     S = next(iter(lengths.values()))
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"tensors of a batch have different sequence lengths {lengths}: all must be [batch, sequence].")
+        raise ValueError(
+            f"tensors of a batch have different sequence lengths {lengths}: all must be [batch, sequence]."
+        )
     if S % C:
         raise ValueError(
             f"a sequence of {S} tokens on {C} sequence-parallel ranks: the ranks must divide it. Pad it on the right "

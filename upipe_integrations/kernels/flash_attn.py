@@ -56,12 +56,9 @@ class FlashAttention2:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         tensors = {
-            name: tensor.transpose(1, 2)
-            for name, tensor in {"dout": dout, "q": q, "k": k, "v": v, "out": out}.items()
+            name: tensor.transpose(1, 2) for name, tensor in {"dout": dout, "q": q, "k": k, "v": v, "out": out}.items()
         }
-        grads = {
-            f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in "qkv"
-        }
+        grads = {f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in "qkv"}
         _call("_flash_attn_backward", {**tensors, "softmax_lse": lse, **grads}, spec, q.shape[3])
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads.values())
         return dq, dk, dv

@@ -68,7 +68,8 @@ def _per_query_head(kv: Tensor, q: Tensor) -> Tensor:
 
 def _sum_groups(grad: Tensor, kv: Tensor) -> Tensor:
     """The inverse of :func:`_per_query_head` for gradients."""
-    return grad.unflatten(1, (kv.shape[1], -1)).sum(2).to(kv.dtype)
+    grouped: Tensor = grad.unflatten(1, (kv.shape[1], -1))
+    return grouped.sum(2).to(kv.dtype)
 
 
 def _blocks(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
