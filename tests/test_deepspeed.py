@@ -231,6 +231,8 @@ def _gathered() -> dict[str, object]:
     model = make_model("qwen3", num_hidden_layers=4)
     engine = make_engine(model, ds_config(3, **UPIPE), register_ulysses(model, 2))
     layers = [layer.self_attn for layer in model.model.layers]
+    # Registered before the first forward; DeepSpeed would find out by itself, but only by gathering late.
+    assert all(len(a.upipe._external_params) == 5 for a in layers)
 
     def alive() -> int:
         projections = ("q_proj", "k_proj", "v_proj")
