@@ -4,17 +4,21 @@ The core: torch only, and it knows no training framework. ``deepspeed_plugin`` a
 it into DeepSpeed and Megatron.
 """
 
-from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention
+from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention, upipe_attention_qkv
 from upipe_integrations.config import UPipeConfig
-from upipe_integrations.kernels import AttentionSpec, KernelRequest, select_kernel
+from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
+from upipe_integrations.layout import Layout
 from upipe_integrations.projection import HeadFunction, Projection, RotateHalf
 from upipe_integrations.schedule import Schedule
 
 __all__ = [
     "AttentionProjections",
     "AttentionSpec",
+    "Dropout",
+    "FunctionKernel",
     "HeadFunction",
     "KernelRequest",
+    "Layout",
     "Projection",
     "RotateHalf",
     "Schedule",
@@ -22,5 +26,6 @@ __all__ = [
     "compute_dtype",
     "select_kernel",
     "upipe_attention",
+    "upipe_attention_qkv",
 ]
 __version__ = "0.1.0"

@@ -30,26 +30,27 @@ from upipe_integrations.all_to_all import (
     sequence_pieces,
 )
 from upipe_integrations.heads import put_heads, take_heads
-from upipe_integrations.kernels import AttentionSpec, Kernel
-from upipe_integrations.projection import Projection, ProjectionGradient
+from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
+from upipe_integrations.layout import Layout
+from upipe_integrations.projection import GivenHeads, GivenHeadsGradient, Projection, ProjectionGradient
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
 
 
 @dataclass(frozen=True)
 class AttentionProjections:
-    """The query, key and value projections of one attention layer."""
+    """Where query, key and value heads come from: projections of x, or tensors that are given."""
 
-    q: Projection
-    k: Projection
-    v: Projection
+    q: Projection | GivenHeads
+    k: Projection | GivenHeads
+    v: Projection | GivenHeads
 
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, q's first."""
         return [*self.q.tensors(), *self.k.tensors(), *self.v.tensors()]
 
     def with_tensors(self, tensors: Iterator[Tensor | None]) -> AttentionProjections:
-        """The same projections of other tensors."""
-        q, k, v = (projection.with_tensors(tensors) for projection in (self.q, self.k, self.v))
+        """The same with other tensors."""
+        q, k, v = (source.with_tensors(tensors) for source in (self.q, self.k, self.v))
         return AttentionProjections(q, k, v)
 
     def without_tensors(self) -> AttentionProjections:
@@ -64,29 +65,92 @@ def upipe_attention(
     group: Group,
     kernel: Kernel,
     spec: AttentionSpec | None = None,
+    *,
+    layout: Layout | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Multi-head attention over a sequence that the ranks of `group` hold in contiguous shards.
+    """Multi-head attention over a sequence that the ranks of `group` hold in shards.
 
     Args:
-        x: `[B, L, E]`, this rank's rows: rank r of the group holds rows `[r * L, (r + 1) * L)`. L must be
-            the same on every rank.
-        projections: weights in checkpoint order, the same on every rank.
+        x: `[B, L, E]`, this rank's rows of the sequence. L must be the same on every rank.
+        projections: weights in checkpoint order, the same on every rank; rotary tables of this rank's rows.
         schedule: from ``UPipeConfig.schedule`` or ``Schedule.build``, for this group's ranks.
         group: sequence-parallel group, or None for a group of one.
         kernel: local attention, from ``select_kernel``.
-        spec: causal or full attention and its scale; None is causal at ``D ** -0.5``.
+        spec: what is computed; None is causal attention at ``D ** -0.5``.
+        layout: which rows a rank holds; None is contiguous, rank r holding rows ``[r * L, (r + 1) * L)``.
+        sinks: `[H]`, one logit per query head that takes part in its softmax without a value, the same on
+            every rank; each rank gets the gradient of the heads it attends.
 
     Returns:
-        `[B, L, H * D]` in checkpoint order, as the output projection takes it, in the dtype of `x` (under
-        autocast: autocast's). Differentiable once, in x, weights, biases and the tensors of head functions.
+        `[B, L, H * Dv]` in checkpoint order, as the output projection takes it, in the dtype of `x` (under
+        autocast: autocast's). Differentiable once, in x, weights, biases, sinks and the tensors of head
+        functions.
 
     Raises:
-        ValueError: shapes, dtypes, schedule and group do not fit together; raised before any exchange.
+        ValueError: shapes, dtypes, schedule, group, layout and kernel do not fit together, or the kernel
+            does not do what `spec` asks; raised before any exchange.
     """
-    _check(x, projections, schedule, group)
-    call = _Call(projections.without_tensors(), schedule, group, kernel, spec or AttentionSpec(), compute_dtype(x))
-    out: Tensor = _UPipeAttention.apply(call, x, *projections.tensors())  # type: ignore[no-untyped-call]
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating point [batch, rows of this rank, input size]."
+        )
+    _check_projections(x, projections, schedule)
+    call = _Call(projections, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), compute_dtype(x))
+    _check(call, x.shape[0], x.shape[1], x.device, sinks)
+    out: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
+        call.without_tensors(), x, sinks, *projections.tensors()
+    )
     return out
+
+
+def upipe_attention_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    group: Group,
+    kernel: Kernel,
+    spec: AttentionSpec | None = None,
+    *,
+    layout: Layout | None = None,
+    sinks: Tensor | None = None,
+    sequence_first: bool = False,
+) -> Tensor:
+    """The partial form of :func:`upipe_attention`: heads are projected and rotated already.
+
+    For code that can't hand over its projections. Same schedule, kernels and layouts; beyond its inputs, its
+    output and their gradients it allocates the heads of one stage.
+
+    Args:
+        q: `[B, L, H, D]`, or `[L, B, H, D]` if `sequence_first`: this rank's rows of all heads.
+        k: like `q` with K heads.
+        v: like `k`, Dv its head size.
+        schedule, group, kernel, spec, layout, sinks: see :func:`upipe_attention`.
+
+    Returns:
+        `[B, L, H, Dv]`, or `[L, B, H, Dv]` if `sequence_first`. Differentiable once, in q, k, v and sinks.
+
+    Raises:
+        ValueError: as :func:`upipe_attention`.
+    """
+    if sequence_first:
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    wanted = {"q": schedule.heads, "k": schedule.kv_heads, "v": schedule.kv_heads}
+    for (name, heads), t in zip(wanted.items(), (q, k, v), strict=True):
+        if t.dim() != 4 or t.shape[:2] != q.shape[:2] or t.shape[2] != heads or t.dtype != q.dtype:
+            raise ValueError(
+                f"{name} of shape {tuple(t.shape)} and {t.dtype}: must be {q.dtype} [batch, rows of this rank, "
+                f"{heads} heads, head size] for this schedule, with batch and rows as q's."
+            )
+    heads_given = AttentionProjections(GivenHeads(q), GivenHeads(k), GivenHeads(v))
+    call = _Call(heads_given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), q.dtype)
+    _check(call, q.shape[0], q.shape[1], q.device, sinks)
+    out: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
+        call.without_tensors(), None, sinks, q, k, v
+    )
+    by_head: Tensor = out.unflatten(2, (schedule.heads, -1))
+    return by_head.transpose(0, 1) if sequence_first else by_head
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -95,19 +159,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def _check(x: Tensor, projections: AttentionProjections, schedule: Schedule, group: Group) -> None:
-    if schedule.ranks != group_ranks(group):
-        raise ValueError(
-            f"the schedule is for {schedule.ranks} ranks, the group has {group_ranks(group)}. "
-            "Build the schedule for the group that is passed."
-        )
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating point [batch, rows of this rank, input size]."
-        )
+def _check_projections(x: Tensor, projections: AttentionProjections, schedule: Schedule) -> None:
     wanted = {"q": schedule.heads, "k": schedule.kv_heads, "v": schedule.kv_heads}
     for name, heads in wanted.items():
-        projection: Projection = getattr(projections, name)
+        projection = getattr(projections, name)
         expected = (heads * projection.head_dim, x.shape[2])
         if tuple(projection.weight.shape) != expected:
             raise ValueError(
@@ -124,8 +179,36 @@ def _check(x: Tensor, projections: AttentionProjections, schedule: Schedule, gro
                     f"{name} rotary tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)}: must be "
                     f"[1 or {x.shape[0]}, {x.shape[1]}, even and at most {projection.head_dim}], this rank's rows only."
                 )
-    if len({getattr(projections, name).head_dim for name in wanted}) > 1:
-        raise ValueError("query, key and value heads of different sizes are not supported yet.")
+
+
+def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tensor | None) -> None:
+    schedule, spec, kernel = call.schedule, call.spec, call.kernel
+    if schedule.ranks != group_ranks(call.group):
+        raise ValueError(
+            f"the schedule is for {schedule.ranks} ranks, the group has {group_ranks(call.group)}. "
+            "Build the schedule for the group that is passed."
+        )
+    S = rows * schedule.ranks
+    call.layout.check(S, schedule.ranks)
+    q, k, v = call.projections.q, call.projections.k, call.projections.v
+    if q.head_dim != k.head_dim:
+        raise ValueError(f"query heads of {q.head_dim} and key heads of {k.head_dim}: must have the same size.")
+    if sinks is not None and tuple(sinks.shape) != (schedule.heads,):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)}: must be one per query head, ({schedule.heads},).")
+    for number, row in enumerate(spec.documents or ()):
+        if row[-1] != S or len(spec.documents or ()) not in (1, batch):
+            raise ValueError(
+                f"documents of batch row {number} end at {row[-1]} and there are {len(spec.documents or ())} rows of "
+                f"them: they must end at the sequence length {S}, for each of {batch} batch rows or once for all."
+            )
+    request = KernelRequest(device, call.dtype, q.head_dim, v.head_dim, spec, sinks is not None)
+    reason = kernel.refusal(request)
+    if reason is not None:
+        features = ", ".join(request.features())
+        raise ValueError(
+            f"kernel {kernel.name!r}{f' with {features}' if features else ''}: {reason}. "
+            "Choose another kernel (select_kernel('auto', ...) finds one that can)."
+        )
 
 
 @dataclass(frozen=True)
@@ -137,20 +220,48 @@ class _Call:
     group: Group
     kernel: Kernel
     spec: AttentionSpec
+    layout: Layout
     dtype: torch.dtype
+
+    def without_tensors(self) -> _Call:
+        """The same call without its projections' tensors."""
+        return dataclasses.replace(self, projections=self.projections.without_tensors())
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> _Call:
         """The same call with its projections' tensors in place."""
         return dataclasses.replace(self, projections=self.projections.with_tensors(iter(tensors)))
 
-    def heads_of(self, projection: Projection, x: Tensor, chunk: HeadChunk) -> Tensor:
-        """A stage's projected heads over the whole sequence: `[B, n, S, D]`."""
-        return attention_view(exchange(projection.send_buffer(x, chunk), self.group))
+    def heads_of(self, source: Projection | GivenHeads, x: Tensor | None, chunk: HeadChunk) -> Tensor:
+        """A stage's heads over the whole sequence: `[B, n, S, D]`."""
+        return self._attention_view(exchange(source.send_buffer(x, chunk), self.group))
 
-    def heads_from(self, full: Tensor, chunk: HeadChunk) -> Tensor:
+    def heads_from(self, full: Tensor, chunk: HeadChunk, *, padding_is_zero: bool = False) -> Tensor:
         """A stage's heads of `[B, L, H, D]` over the whole sequence: `[B, n, S, D]`."""
         send = send_view(take_heads(full, chunk.by_rank, 2), self.schedule.ranks).contiguous()
-        return attention_view(exchange(send, self.group))
+        if padding_is_zero:
+            for position in chunk.padding:
+                rank, j = divmod(position, chunk.per_rank)
+                send[rank, :, :, j] = 0
+        return self._attention_view(exchange(send, self.group))
+
+    def _attention_view(self, received: Tensor) -> Tensor:
+        return self.layout.to_natural(attention_view(received), 2, self.schedule.ranks)
+
+    def to_pieces(self, attended: Tensor) -> Tensor:
+        """`[B, n, S, D]` -> `[C, L, B, n, D]` to send back."""
+        return sequence_pieces(self.layout.from_natural(attended, 2, self.schedule.ranks), self.schedule.ranks)
+
+    def heads_here(self, stage: Stage) -> tuple[int, ...]:
+        """Global numbers of the query heads that this rank attends in a stage."""
+        return stage.q.by_rank[group_rank(self.group)]
+
+    def spec_of(self, stage: Stage) -> AttentionSpec:
+        """The spec for a stage's kernel calls: dropout must know the heads."""
+        if self.spec.dropout is None:
+            return self.spec
+        return dataclasses.replace(
+            self.spec, dropout=dataclasses.replace(self.spec.dropout, heads=self.heads_here(stage))
+        )
 
     def pairing(self, stage: Stage, device: torch.device) -> Tensor | None:
         """Which KV head each query head attends, or None when the kernel's own grouping says the same."""
@@ -158,11 +269,10 @@ class _Call:
         return None if stage.grouped_evenly(rank) else torch.tensor(stage.kv_of_q[rank], device=device)
 
 
-def _forward(call: _Call, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(out `[B, L, H, D]`, each stage's lse)."""
+def _forward(call: _Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """(out `[B, L, H, Dv]`, each stage's lse)."""
     q, k, v = call.projections.q, call.projections.k, call.projections.v
-    B, L, _ = x.shape
-    out = x.new_empty(B, L, call.schedule.heads, v.head_dim)
+    out: Tensor | None = None
     lses = []
     kh = vh = None
     for stage in call.schedule.stages:
@@ -171,36 +281,60 @@ def _forward(call: _Call, x: Tensor) -> tuple[Tensor, list[Tensor]]:
             kh, vh = call.heads_of(k, x, stage.kv), call.heads_of(v, x, stage.kv)
         assert kh is not None and vh is not None
         qh = call.heads_of(q, x, stage.q)
-        pairing = call.pairing(stage, x.device)
-        o, lse = call.kernel.forward(qh, _paired(kh, pairing), _paired(vh, pairing), call.spec)
+        pairing = call.pairing(stage, qh.device)
+        o, lse = call.kernel.forward(qh, _paired(kh, pairing), _paired(vh, pairing), call.spec_of(stage))
         del qh
         if stage.closes_kv:
             kh = vh = None
+        if sinks is not None:
+            o, lse = _with_sinks(o, lse, sinks[list(call.heads_here(stage))])
         lses.append(lse)
-        o = sequence_pieces(o, call.schedule.ranks)
+        o = call.to_pieces(o)
         o = exchange(o, call.group)
-        put_heads(out, stage.q.by_rank, 2, o.permute(2, 1, 0, 3, 4))
+        if out is None:
+            _, L, B, _, D = o.shape
+            out = o.new_empty(B, L, call.schedule.heads, D)
+        put_heads(out, stage.q, 2, o.permute(2, 1, 0, 3, 4))
         del o
+    assert out is not None
     return out, lses
 
 
+@dataclass
+class _Gradients:
+    """What backward accumulates."""
+
+    q: ProjectionGradient | GivenHeadsGradient
+    k: ProjectionGradient | GivenHeadsGradient
+    v: ProjectionGradient | GivenHeadsGradient
+    sinks: Tensor | None
+    dx: Tensor | None = None
+
+
 def _backward(
-    call: _Call, dout: Tensor, x: Tensor, out: Tensor, lses: list[Tensor], grads: list[ProjectionGradient]
-) -> Tensor:
-    """dx `[B * L, E]`; adds to `grads` of q, k, v. `dout` and `out` are `[B, L, H, D]`."""
+    call: _Call,
+    dout: Tensor,
+    x: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lses: list[Tensor],
+    grads: _Gradients,
+) -> None:
+    """Adds to `grads`; its dx becomes `[B * L, E]`. `dout` and `out` are `[B, L, H, Dv]`."""
     q, k, v = call.projections.q, call.projections.k, call.projections.v
-    q_grads, k_grads, v_grads = grads
-    C = call.schedule.ranks
-    dx = kh = vh = dk = dv = None
+    kh = vh = dk = dv = None
     for stage, lse in zip(call.schedule.stages, lses, strict=True):
         if stage.opens_kv:
             kh, vh = call.heads_of(k, x, stage.kv), call.heads_of(v, x, stage.kv)
         assert kh is not None and vh is not None
         qh = call.heads_of(q, x, stage.q)
-        doh, oh = call.heads_from(dout, stage.q), call.heads_from(out, stage.q)
-        pairing = call.pairing(stage, x.device)
+        doh = call.heads_from(dout, stage.q, padding_is_zero=True)
+        oh = call.heads_from(out, stage.q)
+        if grads.sinks is not None and sinks is not None:
+            _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), doh, oh, lse)
+        pairing = call.pairing(stage, qh.device)
         dq, dk_stage, dv_stage = call.kernel.backward(
-            doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec
+            doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec_of(stage)
         )
         del qh, doh, oh
         dk = _accumulated(dk, dk_stage, kh, pairing)
@@ -208,21 +342,19 @@ def _backward(
         del dk_stage, dv_stage
         if stage.closes_kv:
             kh = vh = None
-        dq = sequence_pieces(dq, C)
+        dq = call.to_pieces(dq)
         dq = exchange(dq, call.group)
-        dx = q_grads.add(dq, x, stage.q, dx)
+        grads.dx = grads.q.add(dq, x, stage.q, grads.dx)
         del dq
         if stage.closes_kv:
-            dk = sequence_pieces(dk, C)
+            dk = call.to_pieces(dk)
             dk = exchange(dk, call.group)
-            dx = k_grads.add(dk, x, stage.kv, dx)
+            grads.dx = grads.k.add(dk, x, stage.kv, grads.dx)
             dk = None
-            dv = sequence_pieces(dv, C)
+            dv = call.to_pieces(dv)
             dv = exchange(dv, call.group)
-            dx = v_grads.add(dv, x, stage.kv, dx)
+            grads.dx = grads.v.add(dv, x, stage.kv, grads.dx)
             dv = None
-    assert dx is not None
-    return dx
 
 
 def _paired(kv: Tensor, pairing: Tensor | None) -> Tensor:
@@ -237,30 +369,72 @@ def _accumulated(total: Tensor | None, part: Tensor, kv: Tensor, pairing: Tensor
     return part if total is None else total.add_(part)
 
 
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax in which each head's sink takes part without a value.
+
+    With that lse a kernel's backward gives the gradients of q, k and v as they are.
+    """
+    if lse.shape != out.shape[:3]:
+        raise ValueError(f"this kernel's lse has shape {tuple(lse.shape)}, which sinks can't be merged into.")
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return out * (lse - with_sink).exp()[..., None].to(out.dtype), with_sink
+
+
+def _add_sink_gradient(
+    total: Tensor, sinks: Tensor, heads: tuple[int, ...], dout: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """dsink = -sum over rows of the sink's probability times dout . out; repeated heads have zero dout."""
+    here = torch.tensor(heads, device=total.device)
+    probability = (sinks[here].to(lse.dtype)[None, :, None] - lse).exp()
+    through = torch.einsum("bnsd,bnsd->bns", dout.to(lse.dtype), out.to(lse.dtype))
+    total.index_add_(0, here, -(probability * through).sum((0, 2)).to(total.dtype))
+
+
 class _UPipeAttention(torch.autograd.Function):
     """Autograd's view of the two functions above."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            out, lses = _forward(call.with_tensors(tensors), x.to(call.dtype))
+    def forward(ctx: Any, call: _Call, x: Tensor | None, sinks: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        with torch.autocast(_device_type(tensors), enabled=False):
+            out, lses = _forward(call.with_tensors(tensors), _cast(x, call.dtype), sinks)
         result = out.flatten(2, 3)
         ctx.call = call
-        ctx.save_for_backward(x, result, *tensors, *lses)
+        ctx.save_for_backward(x, sinks, result, *tensors, *lses)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, result, *saved = ctx.saved_tensors
+        x, sinks, result, *saved = ctx.saved_tensors
         stages = len(ctx.call.schedule.stages)
         tensors, lses = saved[:-stages], saved[-stages:]
         call: _Call = ctx.call.with_tensors(tensors)
-        wanted = iter(ctx.needs_input_grad[2:])
-        grads = [
-            ProjectionGradient.zeros(p, wanted) for p in (call.projections.q, call.projections.k, call.projections.v)
-        ]
+        wants_sinks, *of_tensors = ctx.needs_input_grad[2:]
+        wanted = iter(of_tensors)
+        grads = _Gradients(
+            call.projections.q.gradient(wanted),
+            call.projections.k.gradient(wanted),
+            call.projections.v.gradient(wanted),
+            torch.zeros_like(sinks) if sinks is not None and wants_sinks else None,
+        )
         heads = (call.schedule.heads, -1)
-        with torch.autocast(x.device.type, enabled=False):
-            dx = _backward(call, dout.unflatten(2, heads), x.to(call.dtype), result.unflatten(2, heads), lses, grads)
-        return None, dx.to(x.dtype).view_as(x), *(t for g in grads for t in g.tensors())
+        with torch.autocast(_device_type(tensors), enabled=False):
+            _backward(
+                call,
+                dout.unflatten(2, heads),
+                _cast(x, call.dtype),
+                sinks,
+                result.unflatten(2, heads),
+                lses,
+                grads,
+            )
+        dx = None if x is None or grads.dx is None else grads.dx.to(x.dtype).view_as(x)
+        return None, dx, grads.sinks, *(t for g in (grads.q, grads.k, grads.v) for t in g.tensors())
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
+
+
+def _device_type(tensors: Iterable[Tensor | None]) -> str:
+    return next(t.device.type for t in tensors if t is not None)

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from upipe_integrations.schedule import HeadChunk
+
 HeadRows = tuple[tuple[int, ...], ...]
 """Global head numbers, rank-major; rows are equally long."""
 
@@ -43,17 +45,25 @@ def take_heads(tensor: Tensor, rows: HeadRows, dim: int) -> Tensor:
     return view.flatten(dim, dim + 1)
 
 
-def put_heads(tensor: Tensor, rows: HeadRows, dim: int, values: Tensor) -> None:
-    """Write `values`, whose dimensions `dim` and `dim + 1` are rows and heads of a row, to the heads of `tensor`."""
-    view = _view(tensor, rows, dim)
-    if view is None:
-        tensor.index_copy_(dim, _index(rows, tensor.device), values.flatten(dim, dim + 1))
-    else:
+def put_heads(tensor: Tensor, chunk: HeadChunk, dim: int, values: Tensor) -> None:
+    """Write the chunk's real heads to `tensor`.
+
+    `values` has all of the chunk's, with dimensions `dim` and `dim + 1` for ranks and heads of a rank.
+    """
+    rows = chunk.by_rank
+    view = None if chunk.padding else _view(tensor, rows, dim)
+    if view is not None:
         view.copy_(values)
+        return
+    real = torch.tensor(chunk.real_positions, device=tensor.device)
+    tensor.index_copy_(dim, _index(rows, tensor.device)[real], values.flatten(dim, dim + 1).index_select(dim, real))
 
 
 def add_heads(tensor: Tensor, rows: HeadRows, dim: int, values: Tensor) -> None:
-    """Like :func:`put_heads`, adding; a head listed twice gets both values."""
+    """Add `values`, whose dimensions `dim` and `dim + 1` are rows and heads of a row, to the heads of `tensor`.
+
+    A head listed twice gets both.
+    """
     view = _view(tensor, rows, dim)
     if view is None:
         tensor.index_add_(dim, _index(rows, tensor.device), values.flatten(dim, dim + 1))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from upipe_integrations.kernels import AttentionSpec, TorchCudaFlash
+from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
 from upipe_integrations.schedule import Schedule
 
 # The CUDA caching allocator rounds blocks up to this.
@@ -133,6 +133,10 @@ class FlashWorkspace(TorchCudaFlash):
     For measuring with :class:`LiveMemory` on fake tensors: fp32 dq, the row sums, and under GQA dk and dv
     expanded to query heads (``mha_bwd`` in flash-attention's ``flash_api.cpp``).
     """
+
+    def refusal(self, request: KernelRequest) -> str | None:
+        """None: fake tensors need no GPU."""
+        return None
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec

@@ -111,8 +111,13 @@ class Projection:
             rotary = RotateHalf(_next(tensors), _next(tensors))
         return Projection(weight, self.head_dim, bias, function, rotary)
 
-    def send_buffer(self, x: Tensor, chunk: HeadChunk) -> Tensor:
+    def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
+        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
+        return ProjectionGradient.zeros(self, wanted)
+
+    def send_buffer(self, x: Tensor | None, chunk: HeadChunk) -> Tensor:
         """The chunk's heads of `x` `[B, L, E]`, ready to exchange: `[C, L, B, n, D]`."""
+        assert x is not None
         heads = self._project(x, chunk.distinct)
         if self.function is not None:
             heads = self.function.function(heads, *self.function.tensors)
@@ -161,12 +166,13 @@ class ProjectionGradient:
         """In the order of ``Projection.tensors``; rotary tables get none."""
         return [self.weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
 
-    def add(self, received: Tensor, x: Tensor, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
+    def add(self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
         """Add what the chunk's gradient `[C, L, B, n, D]` (back from the exchange) contributes.
 
         `x` is `[B, L, E]`. Returns `dx` `[B * L, E]` with its share added in place (a new tensor if it
         was None).
         """
+        assert x is not None
         projection, heads = self.projection, chunk.distinct
         grad = self._grad_of_projected(received, x, chunk)
         del received
@@ -212,6 +218,60 @@ class ProjectionGradient:
         for total, part in zip((g for g in self.function if g is not None), of_read, strict=True):
             total.add_(part)
         return grad
+
+
+@dataclass(frozen=True)
+class GivenHeads:
+    """Heads that are projected already, in the place of a :class:`Projection`.
+
+    Args:
+        tensor: `[B, L, N, D]` of any strides with D contiguous.
+    """
+
+    tensor: Tensor
+
+    @property
+    def heads(self) -> int:
+        """N."""
+        return self.tensor.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.tensor.shape[3]
+
+    def tensors(self) -> list[Tensor | None]:
+        """The one tensor, like ``Projection.tensors``."""
+        return [self.tensor]
+
+    def with_tensors(self, tensors: Iterator[Tensor | None]) -> GivenHeads:
+        """Another tensor in its place."""
+        return GivenHeads(_next(tensors))
+
+    def gradient(self, wanted: Iterator[bool]) -> GivenHeadsGradient:
+        """Zero gradient, or none where `wanted` says so."""
+        return GivenHeadsGradient(torch.zeros_like(self.tensor) if next(wanted) else None)
+
+    def send_buffer(self, x: Tensor | None, chunk: HeadChunk) -> Tensor:
+        """The chunk's heads, ready to exchange: `[C, L, B, n, D]`."""
+        return send_view(take_heads(self.tensor, chunk.by_rank, 2), len(chunk.by_rank)).contiguous()
+
+
+@dataclass
+class GivenHeadsGradient:
+    """The gradient of :class:`GivenHeads`, written stage by stage."""
+
+    tensor: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of ``GivenHeads.tensors``."""
+        return [self.tensor]
+
+    def add(self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
+        """Add the chunk's gradient `[C, L, B, n, D]` where its heads are; there is no x to have a gradient."""
+        if self.tensor is not None:
+            add_heads(self.tensor, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
+        return None
 
 
 def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:

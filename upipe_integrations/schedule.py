@@ -1,8 +1,13 @@
 """Which heads run in which stage on which rank. Pure Python: no torch, no process group.
 
-Heads stay where Ulysses puts them: rank r owns a contiguous block of query heads, and stage s takes
-the next ``chunk_heads / ranks`` heads of *every* rank's block. No permutation of heads exists, so
-query head i always meets KV head ``i // (heads // kv_heads)`` and outputs are in checkpoint order.
+Heads stay where Ulysses puts them: rank r owns a contiguous block of query heads (where the ranks do not
+divide the heads, the first ranks own one more), and stage s takes the next ``chunk_heads / ranks`` heads of
+*every* rank's block. No permutation of heads exists, so query head i always meets KV head
+``i // (heads // kv_heads)`` and outputs are in checkpoint order.
+
+Exchanges need as many heads from every rank. A rank that runs out of heads in the last stage repeats its last
+one, and a rank that needs fewer KV heads than another repeats one; a repeated query head's result is dropped
+and its gradient is zero.
 
 Invariants, each a property test: every query head is real in exactly one stage on one rank; a rank's
 query heads of a stage find their KV head among the stage's KV heads of that rank; all ranks see the
@@ -11,8 +16,9 @@ same number of stages, query heads and KV heads, so they run the same collective
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True)
@@ -21,9 +27,28 @@ class HeadChunk:
 
     Args:
         by_rank: ``by_rank[r][j]`` is the global head that is rank r's j-th in this stage.
+        real: how many of a rank's heads are real, by rank; the rest repeat one and fill the exchange.
     """
 
     by_rank: tuple[tuple[int, ...], ...]
+    real: tuple[int, ...]
+
+    @classmethod
+    def filled(cls, rows: Sequence[Sequence[int]], spare: Sequence[int]) -> HeadChunk:
+        """Rows of different lengths made equal; rank r repeats its last head, or `spare[r]` where it has none."""
+        width = max(map(len, rows))
+        by_rank = tuple((*row, *((row[-1] if row else spare[r]),) * (width - len(row))) for r, row in enumerate(rows))
+        return cls(by_rank, tuple(map(len, rows)))
+
+    @property
+    def real_positions(self) -> tuple[int, ...]:
+        """Positions of the real heads in the rank-major order of the exchange buffers."""
+        return tuple(r * self.per_rank + j for r, real in enumerate(self.real) for j in range(real))
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Positions of the repeated heads in the rank-major order of the exchange buffers."""
+        return tuple(r * self.per_rank + j for r, real in enumerate(self.real) for j in range(real, self.per_rank))
 
     @property
     def per_rank(self) -> int:
@@ -32,7 +57,7 @@ class HeadChunk:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether a head goes to several ranks: fewer KV heads than ranks."""
+        """Whether a head is there more than once: it goes to several ranks, or fills an exchange."""
         return len(set(chain.from_iterable(self.by_rank))) != len(self.by_rank) * self.per_rank
 
     @property
@@ -85,46 +110,41 @@ class Schedule:
         section 3). A group of one rank is served too: stages save memory there as well.
 
         Raises:
-            ValueError: `heads` is not a multiple of `kv_heads` or of `ranks`; KV heads and ranks do
-                not divide each other; `chunk_heads` is not a positive multiple of `ranks` that is at
-                most `heads`.
+            ValueError: `heads` is not a multiple of `kv_heads`, or `chunk_heads` is not a positive multiple of
+                `ranks` that is at most `heads`.
         """
         if min(heads, kv_heads, ranks) < 1 or heads % kv_heads:
             raise ValueError(
                 f"{heads} query heads, {kv_heads} KV heads, {ranks} ranks: each must be positive and the "
                 "query heads a multiple of the KV heads. Check the model's configuration."
             )
-        if heads % ranks:
-            raise ValueError(
-                f"{heads} query heads on {ranks} sequence-parallel ranks: heads that the ranks do not divide "
-                f"are not supported yet. Use a number of ranks that divides {heads}."
-            )
-        if kv_heads % ranks and ranks % kv_heads:
-            raise ValueError(
-                f"{kv_heads} KV heads on {ranks} sequence-parallel ranks: one must divide the other. "
-                f"Use a number of ranks that divides {kv_heads} or is a multiple of it."
-            )
         if chunk_heads < 1 or chunk_heads % ranks or chunk_heads > heads:
             raise ValueError(
                 f"chunk_heads = {chunk_heads}: must be a positive multiple of the {ranks} ranks and at most "
                 f"the {heads} query heads."
             )
-        h, u, group = heads // ranks, chunk_heads // ranks, heads // kv_heads
+        u, group = chunk_heads // ranks, heads // kv_heads
+        sizes = [heads // ranks + (r < heads % ranks) for r in range(ranks)]
+        starts = [0, *accumulate(sizes)]
+        owned = [range(starts[r], starts[r + 1]) for r in range(ranks)]
+        last = [block[-1] for block in owned]
         chunks: list[tuple[HeadChunk, HeadChunk, tuple[tuple[int, ...], ...]]] = []
-        for first in range(0, h, u):
-            local = range(first, min(first + u, h))
-            q = tuple(tuple(r * h + j for j in local) for r in range(ranks))
-            kv = tuple(tuple(sorted({i // group for i in row})) for row in q)
-            assert len({len(row) for row in kv}) == 1, "ranks need different numbers of KV heads"
-            pairing = tuple(tuple(kv[r].index(i // group) for i in q[r]) for r in range(ranks))
-            chunks.append((HeadChunk(q), HeadChunk(kv), pairing))
+        for first in range(0, max(sizes), u):
+            q = HeadChunk.filled([block[first : first + u] for block in owned], last)
+            needed = [sorted({i // group for i in row}) for row in q.by_rank]
+            kv = HeadChunk.filled(needed, last)
+            pairing = tuple(
+                tuple(row.index(i // group) for i in heads_of_rank)
+                for row, heads_of_rank in zip(kv.by_rank, q.by_rank, strict=True)
+            )
+            chunks.append((q, kv, pairing))
         stages = tuple(
             Stage(
                 q,
                 kv,
                 pairing,
-                opens_kv=s == 0 or chunks[s - 1][1] != kv,
-                closes_kv=s + 1 == len(chunks) or chunks[s + 1][1] != kv,
+                opens_kv=s == 0 or chunks[s - 1][1].by_rank != kv.by_rank,
+                closes_kv=s + 1 == len(chunks) or chunks[s + 1][1].by_rank != kv.by_rank,
             )
             for s, (q, kv, pairing) in enumerate(chunks)
         )

@@ -6,24 +6,40 @@ A kernel is an object (see ``base.Kernel``) with ``forward(q, k, v, spec) -> out
 
 from __future__ import annotations
 
-from upipe_integrations.kernels.base import AttentionSpec, Kernel, KernelRequest
-from upipe_integrations.kernels.flash_attn import FlashAttention2
+from upipe_integrations.kernels.base import AttentionSpec, Dropout, Kernel, KernelRequest
+from upipe_integrations.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
+from upipe_integrations.kernels.function import FunctionKernel
 from upipe_integrations.kernels.math import MathKernel
-from upipe_integrations.kernels.torch_flash import TorchCpuFlash, TorchCudaFlash
+from upipe_integrations.kernels.torch_flash import TorchCpuFlash, TorchCudaFlash, TorchCudnn, TorchEfficient
 
 __all__ = [
     "KERNELS",
     "AttentionSpec",
+    "Dropout",
     "FlashAttention2",
+    "FlashAttention3",
+    "FlashAttention4",
+    "FunctionKernel",
     "Kernel",
     "KernelRequest",
     "MathKernel",
     "TorchCpuFlash",
     "TorchCudaFlash",
+    "TorchCudnn",
+    "TorchEfficient",
     "select_kernel",
 ]
 
-_IN_ORDER_OF_PREFERENCE: tuple[Kernel, ...] = (FlashAttention2(), TorchCudaFlash(), TorchCpuFlash(), MathKernel())
+_IN_ORDER_OF_PREFERENCE: tuple[Kernel, ...] = (
+    FlashAttention3(),
+    FlashAttention2(),
+    FlashAttention4(),
+    TorchCudaFlash(),
+    TorchCudnn(),
+    TorchEfficient(),
+    TorchCpuFlash(),
+    MathKernel(),
+)
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER_OF_PREFERENCE}
 """Kernels by the name a user sets; ``auto`` takes the first that serves the request."""

@@ -1,17 +1,39 @@
-"""What a local attention kernel is.
+"""What a local attention kernel is, and what it can be asked for.
 
 Shapes: B batch, n query heads and v KV heads of this rank in one stage (n a multiple of v: query head j
-attends KV head ``j // (n / v)``), S the whole sequence, D head size. All tensors are `[B, heads, S, D]`
-views of any strides with D contiguous; ``lse`` is ``[B, n, S]`` in the kernel's accumulation precision.
+attends KV head ``j // (n / v)``), S the whole sequence in natural order, D and Dv sizes of query/key and of
+value heads. All tensors are `[B, heads, S, D]` views of any strides with D contiguous; ``lse`` is
+``[B, n, S]`` in the kernel's accumulation precision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of attention probabilities, the same in forward and recompute and for any schedule.
+
+    Args:
+        rate: probability of dropping, in [0, 1).
+        seed: the same on every rank; a new one for every forward of a layer.
+        heads: global numbers of the query heads a kernel is given; filled in by the engine. The mask of a
+            head depends on `seed` and its number alone, not on ranks or stages.
+    """
+
+    rate: float
+    seed: int
+    heads: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"dropout rate = {self.rate}: must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True)
@@ -21,23 +43,91 @@ class AttentionSpec:
     Args:
         causal: position i attends positions 0..i; otherwise every position attends all.
         scale: factor on the scores; None is ``D ** -0.5``.
+        window: a position attends itself and the ``window - 1`` before it (Transformers' sliding_window);
+            None is no window.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None is none.
+        dropout: None is none.
+        documents: packed documents: for each batch row (or once for all rows) the boundaries
+            ``(0, ..., S)`` between documents, which do not attend each other (global cu_seqlens); None is
+            one document.
+
+    Raises:
+        ValueError: a value outside its range, or a window without causal attention.
     """
 
     causal: bool = True
     scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    dropout: Dropout | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(
+                f"window = {self.window} with causal = {self.causal}: must be positive, and needs causal attention."
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap = {self.softcap}: must be positive; None switches it off.")
+        for row in self.documents or ():
+            if len(row) < 2 or row[0] != 0 or any(a >= b for a, b in zip(row, row[1:], strict=False)):
+                raise ValueError(
+                    f"documents {row}: must be boundaries that start at 0 and rise to the sequence length."
+                )
 
     def scale_for(self, head_dim: int) -> float:
         """The factor on the scores for heads of `head_dim`."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
+    def features(self) -> tuple[str, ...]:
+        """What is asked for beyond causal or full attention, in a user's words."""
+        return tuple(
+            name
+            for name, wanted in (
+                (WINDOW, self.window),
+                (SOFTCAP, self.softcap),
+                (DROPOUT, self.dropout and self.dropout.rate),
+                (DOCUMENTS, self.documents),
+            )
+            if wanted
+        )
+
+    def documents_of(self, batch: int, length: int) -> list[tuple[slice, tuple[int, ...]]]:
+        """(batch rows, boundaries) of a `[batch, length]` sequence; one entry where all rows are alike."""
+        if self.documents is None:
+            return [(slice(None), (0, length))]
+        if len(self.documents) == 1:
+            return [(slice(None), self.documents[0])]
+        return [(slice(b, b + 1), self.documents[b]) for b in range(batch)]
+
+
+WINDOW, SOFTCAP, DROPOUT, DOCUMENTS = "sliding window", "softcap", "dropout", "packed documents"
+SINKS, VALUE_SIZE = "sinks", "value heads of another size"
+
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a kernel must serve; decides which one ``auto`` picks."""
+    """What a kernel must serve; decides which one ``auto`` picks.
+
+    Args:
+        device: where the tensors are, and `dtype` what they are.
+        head_dim: size of query and key heads.
+        value_dim: size of value heads; None is `head_dim`.
+        spec: what is computed.
+        sinks: whether there are attention sinks.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    value_dim: int | None = None
+    spec: AttentionSpec = field(default_factory=AttentionSpec)
+    sinks: bool = False
+
+    def features(self) -> tuple[str, ...]:
+        """Everything asked for beyond plain causal or full attention, in a user's words."""
+        other_size = self.value_dim is not None and self.value_dim != self.head_dim
+        return (*self.spec.features(), *((SINKS,) if self.sinks else ()), *((VALUE_SIZE,) if other_size else ()))
 
 
 class Kernel(Protocol):
@@ -56,19 +146,69 @@ class Kernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), in the shapes of q, k, v: gradients of a KV head summed over its query heads."""
+        """(dq, dk, dv), in the shapes of q, k, v: gradients of a KV head summed over its query heads.
+
+        Probabilities are ``exp(score - lse)`` with the lse that is passed: one that counts more than the
+        kernel's own scores (sinks) gives the right gradients.
+        """
         ...
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def cuda_flash_refusal(request: KernelRequest) -> str | None:
-    """The conditions all flash kernels on CUDA share."""
+def unserved(request: KernelRequest, served: tuple[str, ...]) -> str | None:
+    """A refusal that names the features of `request` that are not among `served`; None when all are."""
+    missing = [feature for feature in request.features() if feature not in served]
+    return f"it does not do {', '.join(missing)}" if missing else None
+
+
+def cuda_refusal(request: KernelRequest, dtypes: tuple[torch.dtype, ...] = HALF_PRECISION) -> str | None:
+    """The conditions all fused kernels on CUDA share."""
     if request.device.type != "cuda":
         return f"it needs CUDA tensors, these are on {request.device.type}"
-    if request.dtype not in HALF_PRECISION:
-        return f"it computes in float16 or bfloat16, these are {request.dtype}"
+    if request.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"it computes in {names}, these are {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 256:
         return f"it needs a head size that is a multiple of 8 up to 256, this is {request.head_dim}"
     return None
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of the score matrix: some batch rows, query rows and the keys they can see some of."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+
+    @property
+    def is_square(self) -> bool:
+        """Whether rows and keys are the same positions: plain causal attention needs no mask then."""
+        return self.rows == self.keys
+
+    def masked(self, spec: AttentionSpec, device: torch.device) -> Tensor | None:
+        """`[rows, keys]`, True where a query can't see a key; None where it sees all."""
+        if not spec.causal:
+            return None
+        row = torch.arange(self.rows.start, self.rows.stop, device=device)[:, None]
+        key = torch.arange(self.keys.start, self.keys.stop, device=device)[None]
+        hidden = key > row
+        if spec.window is not None:
+            hidden |= key <= row - spec.window
+        return hidden
+
+
+def regions(spec: AttentionSpec, batch: int, length: int, block: int | None) -> Iterator[Region]:
+    """The score matrix as regions, each query row in exactly one; nothing outside them is seen.
+
+    `block` bounds the rows of a region; None leaves documents whole.
+    """
+    for rows, boundaries in spec.documents_of(batch, length):
+        for start, end in zip(boundaries, boundaries[1:], strict=False):
+            step = block or end - start
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                low = start if spec.window is None else max(start, first - spec.window + 1)
+                yield Region(rows, slice(first, last), slice(low, last if spec.causal else end))

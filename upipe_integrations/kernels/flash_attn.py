@@ -1,8 +1,9 @@
-"""FlashAttention 2 (the ``flash-attn`` package).
+"""FlashAttention 2, 3 and 4 (packages ``flash-attn``, ``flash-attn-3``, ``flash-attn-4``).
 
-Its low-level functions changed their call form between releases: one ``window_size`` pair up to 2.6, two
-``window_size_*`` numbers from 2.7 on; eight results, then four. Arguments are bound by the installed
-function's own signature and results are told apart by their number, never by a version string.
+Their low-level functions change call form between releases: a ``window_size`` pair or two numbers, eight
+results or four, ``causal`` or ``is_causal``. Arguments are bound by the installed function's own signature and
+results are told apart by their number, never by a version string. The signatures bound here were read from
+flash-attn 2.5 to 2.8, flash_attn_interface (hopper) and flash-attn-4 4.0.0b10 to b36.
 """
 
 from __future__ import annotations
@@ -16,68 +17,164 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import AttentionSpec, KernelRequest, cuda_flash_refusal
+from upipe_integrations.kernels.base import (
+    DOCUMENTS,
+    SINKS,
+    SOFTCAP,
+    VALUE_SIZE,
+    WINDOW,
+    AttentionSpec,
+    KernelRequest,
+    cuda_refusal,
+    unserved,
+)
+from upipe_integrations.kernels.flash_form import FlashForm, Packing
 
-# Every option of every release at the value that switches it off.
-_OPTIONS_OFF: dict[str, Any] = {
+
+class _FlashPackage(FlashForm):
+    """One FlashAttention package; subclasses say where it is and what it is called."""
+
+    name: str
+    package: str
+    module: str
+    install: str
+    served: tuple[str, ...]
+    capabilities: range
+    no_window: Any = -1
+    dense_forward: str
+    packed_forward: str
+    dense_backward: str
+    packed_backward: str
+
+    def refusal(self, request: KernelRequest) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        reason = cuda_refusal(request)
+        if reason is None and not _is_installed(self.package):
+            reason = f"it is not installed ({self.install})"
+        if reason is None and torch.cuda.is_available():
+            major = torch.cuda.get_device_capability(request.device)[0]
+            if major not in self.capabilities:
+                reason = f"it is not made for GPUs of compute capability {major}"
+        return reason or unserved(request, self.served)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        name = self.dense_forward if packing is None else self.packed_forward
+        results = self._call(name, {"q": q, "k": k, "v": v}, spec, q.shape[-1], packing)
+        # Up to flash-attn 2.6: out, q, k, v, padded out, lse, probabilities, random state.
+        return (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
+
+    def _gradients(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        name = self.dense_backward if packing is None else self.packed_backward
+        values = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
+        self._call(name, {**values, "softmax_lse": lse, "lse": lse}, spec, q.shape[-1], packing)
+        return dq, dk, dv
+
+    def _call(
+        self, name: str, tensors: dict[str, Tensor], spec: AttentionSpec, head_dim: int, packing: Packing | None
+    ) -> Any:
+        """Call the package's function `name` with as many of our arguments as its signature has."""
+        function: Callable[..., Any] = getattr(importlib.import_module(self.module), name)
+        wanted = inspect.signature(getattr(function, "_init_fn", function)).parameters
+        left = self.no_window if spec.window is None else spec.window - 1
+        right = self.no_window if spec.window is None else 0
+        values: dict[str, Any] = {
+            "softmax_scale": spec.scale_for(head_dim),
+            "causal": spec.causal,
+            "is_causal": spec.causal,
+            "window_size": (left, right),
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": spec.softcap or 0.0,
+            **_OFF,
+            **tensors,
+        }
+        if packing is not None:
+            values |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packing.cu_seqlens)
+            values |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packing.longest)
+        unknown = [key for key, p in wanted.items() if key not in values and p.default is p.empty]
+        if unknown:
+            raise ValueError(
+                f"upipe.kernel = {self.name!r}: the installed {self.package}'s {name} wants arguments this release "
+                f"does not know ({', '.join(unknown)}). Use kernel 'torch-cuda-flash', or another release of it."
+            )
+        missing = [key for key in _needed(spec, packing) if key not in wanted and f"{key}_left" not in wanted]
+        if missing:
+            raise ValueError(
+                f"upipe.kernel = {self.name!r}: the installed {self.package}'s {name} has no {', '.join(missing)}, "
+                "which this model needs. Install a newer release of it, or use kernel 'auto'."
+            )
+        return function(**{key: values[key] for key in wanted if key in values})
+
+
+# Options at the value that switches them off, where a release has no default for them.
+_OFF: dict[str, Any] = {
     "dropout_p": 0.0,
-    "window_size": (-1, -1),
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "softcap": 0.0,
     "alibi_slopes": None,
     "return_softmax": False,
+    "return_lse": True,
     "deterministic": False,
     "rng_state": None,
 }
 
 
-class FlashAttention2:
-    """``flash_attn.flash_attn_interface._flash_attn_forward`` and ``_flash_attn_backward``, GQA natively."""
+def _needed(spec: AttentionSpec, packing: Packing | None) -> list[str]:
+    """Arguments without which the request would silently be another one."""
+    needed = ["window_size"] if spec.window is not None else []
+    needed += ["softcap"] if spec.softcap is not None else []
+    return needed + (["cu_seqlens_q"] if packing is not None else [])
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+class FlashAttention2(_FlashPackage):
+    """``flash_attn.flash_attn_interface``."""
 
     name = "flash-attn-2"
-
-    def refusal(self, request: KernelRequest) -> str | None:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        reason = cuda_flash_refusal(request)
-        if reason is None and importlib.util.find_spec("flash_attn") is None:
-            return "the flash-attn package is not installed (pip install 'upipe-integrations[flash]')"
-        return reason
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        tensors = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2)}
-        results = _call("_flash_attn_forward", tensors, spec, q.shape[3])
-        out, lse = (results[0], results[5]) if len(results) == 8 else results[:2]
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        tensors = {
-            name: tensor.transpose(1, 2) for name, tensor in {"dout": dout, "q": q, "k": k, "v": v, "out": out}.items()
-        }
-        grads = {f"d{name}": torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in "qkv"}
-        _call("_flash_attn_backward", {**tensors, "softmax_lse": lse, **grads}, spec, q.shape[3])
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads.values())
-        return dq, dk, dv
+    package = "flash_attn.flash_attn_interface"
+    module = "flash_attn.flash_attn_interface"
+    install = "pip install 'upipe-integrations[flash]'"
+    served = (WINDOW, SOFTCAP, DOCUMENTS, SINKS)
+    capabilities = range(8, 100)
+    dense_forward, packed_forward = "_flash_attn_forward", "_flash_attn_varlen_forward"
+    dense_backward, packed_backward = "_flash_attn_backward", "_flash_attn_varlen_backward"
 
 
-def _call(name: str, tensors: dict[str, Tensor], spec: AttentionSpec, head_dim: int) -> Any:
-    """Call the package's function `name` with as many of our arguments as its signature has."""
-    function: Callable[..., Any] = getattr(importlib.import_module("flash_attn.flash_attn_interface"), name)
-    wanted = inspect.signature(getattr(function, "_init_fn", function)).parameters
-    values = {
-        **_OPTIONS_OFF,
-        **tensors,
-        "softmax_scale": spec.scale_for(head_dim),
-        "causal": spec.causal,
-    }
-    unknown = [key for key, p in wanted.items() if key not in values and p.default is p.empty]
-    if unknown:
-        raise ValueError(
-            f"upipe.kernel = 'flash-attn-2': the installed flash-attn's {name} wants arguments this release does "
-            f"not know ({', '.join(unknown)}). Use kernel 'torch-cuda-flash', or a flash-attn release from 2.5 to 2.8."
-        )
-    return function(**{key: values[key] for key in wanted if key in values})
+class FlashAttention3(_FlashPackage):
+    """``flash_attn_interface``, for Hopper; value heads may have a size of their own."""
+
+    name = "flash-attn-3"
+    package = "flash_attn_interface"
+    module = "flash_attn_interface"
+    install = "build the hopper folder of flash-attention, or pip install flash-attn-3"
+    served = (WINDOW, SOFTCAP, DOCUMENTS, SINKS, VALUE_SIZE)
+    capabilities = range(9, 10)
+    dense_forward = packed_forward = "_flash_attn_forward"
+    dense_backward = packed_backward = "_flash_attn_backward"
+
+
+class FlashAttention4(_FlashPackage):
+    """``flash_attn.cute.interface``, for Hopper and Blackwell."""
+
+    name = "flash-attn-4"
+    package = "flash_attn.cute.interface"
+    module = "flash_attn.cute.interface"
+    install = "pip install --pre flash-attn-4"
+    served = (WINDOW, SOFTCAP, DOCUMENTS, SINKS)
+    capabilities = range(9, 100)
+    no_window = None
+    dense_forward = packed_forward = "_flash_attn_fwd"
+    dense_backward = packed_backward = "_flash_attn_bwd"

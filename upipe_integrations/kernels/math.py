@@ -6,18 +6,18 @@ half-precision inputs are computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import HALF_PRECISION, AttentionSpec, KernelRequest
+from upipe_integrations.kernels.base import HALF_PRECISION, AttentionSpec, KernelRequest, Region, regions
 
 _BLOCK_ROWS = 1024
 
 
 class MathKernel:
-    """Plain softmax attention; see the module docstring."""
+    """Plain softmax attention with every feature; see the module docstring."""
 
     name = "math"
 
@@ -28,13 +28,16 @@ class MathKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dtype = _working_dtype(q)
-        k_all, v_all = _per_query_head(k, q).to(dtype), _per_query_head(v, q).to(dtype)
+        k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
-        for rows, keys in _blocks(q, k, spec):
-            scores = _scores(q[:, :, rows].to(dtype), k_all[:, :, keys], rows, spec)
-            lse[:, :, rows] = scores.logsumexp(-1)
-            out[:, :, rows] = (torch.softmax(scores, -1) @ v_all[:, :, keys]).to(q.dtype)
+        for region in regions(spec, q.shape[0], q.shape[2], _BLOCK_ROWS):
+            b, rows, keys = region.batch, region.rows, region.keys
+            scores = _scores(q[b, :, rows].to(dtype), k_all[b, :, keys], region, spec).capped
+            lse[b, :, rows] = scores.logsumexp(-1)
+            p = torch.softmax(scores, -1)
+            kept = _kept(p, region, spec)
+            out[b, :, rows] = ((p if kept is None else p * kept) @ v_all[b, :, keys]).to(q.dtype)
         return out, lse
 
     def backward(
@@ -42,48 +45,82 @@ class MathKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dtype = _working_dtype(q)
-        k_all, v_all = _per_query_head(k, q).to(dtype), _per_query_head(v, q).to(dtype)
+        k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k_all), torch.zeros_like(v_all)
         scale = spec.scale_for(q.shape[3])
-        for rows, keys in _blocks(q, k, spec):
-            q_rows, dout_rows = q[:, :, rows].to(dtype), dout[:, :, rows].to(dtype)
-            p = (_scores(q_rows, k_all[:, :, keys], rows, spec) - lse[:, :, rows, None]).exp()
-            dv[:, :, keys] += p.transpose(-1, -2) @ dout_rows
-            delta = (dout_rows * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
-            dscores = p * (dout_rows @ v_all[:, :, keys].transpose(-1, -2) - delta) * scale
-            dq[:, :, rows] = (dscores @ k_all[:, :, keys]).to(q.dtype)
-            dk[:, :, keys] += dscores.transpose(-1, -2) @ q_rows
-        return dq, _sum_groups(dk, k), _sum_groups(dv, v)
+        for region in regions(spec, q.shape[0], q.shape[2], _BLOCK_ROWS):
+            b, rows, keys = region.batch, region.rows, region.keys
+            q_rows, dout_rows = q[b, :, rows].to(dtype), dout[b, :, rows].to(dtype)
+            scores = _scores(q_rows, k_all[b, :, keys], region, spec)
+            p = (scores.capped - lse[b, :, rows, None].to(dtype)).exp()
+            kept = _kept(p, region, spec)
+            dp = dout_rows @ v_all[b, :, keys].transpose(-1, -2)
+            if kept is None:
+                dv[b, :, keys] += p.transpose(-1, -2) @ dout_rows
+            else:
+                dv[b, :, keys] += (p * kept).transpose(-1, -2) @ dout_rows
+                dp = dp * kept
+            delta = (dout_rows * out[b, :, rows].to(dtype)).sum(-1, keepdim=True)
+            dscores = p * (dp - delta) * scale
+            if scores.slope is not None:
+                dscores = dscores * scores.slope
+            dq[b, :, rows] = (dscores @ k_all[b, :, keys]).to(q.dtype)
+            dk[b, :, keys] += dscores.transpose(-1, -2) @ q_rows
+        return dq, sum_groups(dk, k), sum_groups(dv, v)
+
+
+def per_query_head(kv: Tensor, q: Tensor) -> Tensor:
+    """A KV head for every query head: a, b -> a, a, b, b."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def sum_groups(grad: Tensor, kv: Tensor) -> Tensor:
+    """The inverse of :func:`per_query_head` for gradients."""
+    grouped: Tensor = grad.unflatten(1, (kv.shape[1], -1))
+    return grouped.sum(2).to(kv.dtype)
 
 
 def _working_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in HALF_PRECISION else q.dtype
 
 
-def _per_query_head(kv: Tensor, q: Tensor) -> Tensor:
-    """A KV head for every query head: a, b -> a, a, b, b."""
-    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+@dataclass(frozen=True)
+class _Scores:
+    """Masked and capped scores of a region, and the cap's derivative where there is one."""
+
+    capped: Tensor
+    slope: Tensor | None
 
 
-def _sum_groups(grad: Tensor, kv: Tensor) -> Tensor:
-    """The inverse of :func:`_per_query_head` for gradients."""
-    grouped: Tensor = grad.unflatten(1, (kv.shape[1], -1))
-    return grouped.sum(2).to(kv.dtype)
-
-
-def _blocks(q: Tensor, k: Tensor, spec: AttentionSpec) -> Iterator[tuple[slice, slice]]:
-    """Query rows of a block, and the keys it can see."""
-    S = q.shape[2]
-    for first in range(0, S, _BLOCK_ROWS):
-        end = min(first + _BLOCK_ROWS, S)
-        yield slice(first, end), slice(0, end if spec.causal else k.shape[2])
-
-
-def _scores(q_rows: Tensor, keys: Tensor, rows: slice, spec: AttentionSpec) -> Tensor:
+def _scores(q_rows: Tensor, keys: Tensor, region: Region, spec: AttentionSpec) -> _Scores:
     scores = q_rows @ keys.transpose(-1, -2) * spec.scale_for(q_rows.shape[3])
-    if spec.causal:
-        row = torch.arange(rows.start, rows.stop, device=scores.device)
-        column = torch.arange(keys.shape[2], device=scores.device)
-        scores.masked_fill_(column[None] > row[:, None], float("-inf"))
-    return scores
+    slope = None
+    if spec.softcap is not None:
+        bend = torch.tanh(scores / spec.softcap)
+        scores, slope = bend * spec.softcap, 1 - bend.square()
+    hidden = region.masked(spec, scores.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return _Scores(scores, slope)
+
+
+def _kept(p: Tensor, region: Region, spec: AttentionSpec) -> Tensor | None:
+    """Dropout as a factor on probabilities, 0 or 1 / (1 - rate); None without dropout.
+
+    Drawn per head and batch row from a generator seeded by the dropout's seed, the head's global number, the
+    batch row and the region's first row: what a head gets does not depend on which heads share its stage.
+    """
+    dropout = spec.dropout
+    if dropout is None or dropout.rate == 0:
+        return None
+    assert len(dropout.heads) == p.shape[1], "the engine says which heads these are"
+    generator = torch.Generator(device=p.device)
+    kept = torch.empty_like(p)
+    for b in range(p.shape[0]):
+        for j, head in enumerate(dropout.heads):
+            row = (region.batch.start or 0) + b
+            generator.manual_seed(hash((dropout.seed, head, row, region.rows.start)) & (2**63 - 1))
+            draw = torch.rand(p.shape[2:], generator=generator, device=p.device)
+            kept[b, j] = (draw >= dropout.rate) / (1 - dropout.rate)
+    return kept

@@ -1,4 +1,4 @@
-"""PyTorch's own flash attention kernels, called as the ATen operators behind scaled_dot_product_attention.
+"""PyTorch's own attention kernels, called as the ATen operators behind scaled_dot_product_attention.
 
 The operators are used rather than the public function because they return the log-sum-exp and come with
 an explicit backward, so no autograd graph of a stage is kept.
@@ -7,15 +7,37 @@ an explicit backward, so no autograd graph of a stage is kept.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from upipe_integrations.kernels.base import AttentionSpec, KernelRequest, cuda_flash_refusal
+from upipe_integrations.kernels.base import (
+    DOCUMENTS,
+    HALF_PRECISION,
+    SINKS,
+    VALUE_SIZE,
+    WINDOW,
+    AttentionSpec,
+    KernelRequest,
+    Region,
+    cuda_refusal,
+    regions,
+    unserved,
+)
+from upipe_integrations.kernels.flash_form import FlashForm, Packing
+from upipe_integrations.kernels.math import per_query_head, sum_groups
 
 _aten = torch.ops.aten
 
+# A window is attended in blocks of query rows: a mask of block * (block + window) is built for each.
+_WINDOW_BLOCK_ROWS = 1024
+
 
 class TorchCpuFlash:
-    """``_scaled_dot_product_flash_attention_for_cpu``: float64, float32 and half precision, GQA natively."""
+    """``_scaled_dot_product_flash_attention_for_cpu``: float64, float32 and half precision, GQA natively.
+
+    Documents are attended one by one, windows in blocks of rows under a mask; value heads of another size
+    are padded with zeros.
+    """
 
     name = "torch-cpu-flash"
 
@@ -25,36 +47,94 @@ class TorchCpuFlash:
             return f"it needs CPU tensors, these are on {request.device.type}"
         if not request.dtype.is_floating_point:
             return f"it needs floating-point tensors, these are {request.dtype}"
-        return None
+        return unserved(request, (WINDOW, DOCUMENTS, SINKS, VALUE_SIZE))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, spec.causal, scale=spec.scale_for(q.shape[3])
-        )
+        scale, value_dim = spec.scale_for(q.shape[3]), v.shape[3]
+        q, k, v = _of_one_size(q, k, v)
+        if _is_whole(spec):
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, spec.causal, scale=scale)
+            return out[..., :value_dim], lse
+        out = q.new_empty(*q.shape[:3], value_dim)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32 if q.dtype in HALF_PRECISION else q.dtype)
+        for region in _cpu_regions(q, spec):
+            b, rows, keys = region.batch, region.rows, region.keys
+            part, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q[b, :, rows], k[b, :, keys], v[b, :, keys], 0.0, **_mask_of(region, spec, q), scale=scale
+            )
+            out[b, :, rows], lse[b, :, rows] = part[..., :value_dim], part_lse
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, spec.causal, scale=spec.scale_for(q.shape[3])
-        )
-        return dq, dk, dv
+        scale, head_dim, value_dim = spec.scale_for(q.shape[3]), q.shape[3], v.shape[3]
+        q, k, v, dout, out = _of_one_size(q, k, v, dout, out)
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if _is_whole(spec):
+            dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, spec.causal, scale=scale)
+            return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for region in _cpu_regions(q, spec):
+            b, rows, keys = region.batch, region.rows, region.keys
+            dq[b, :, rows], dk_part, dv_part = backward(
+                dout[b, :, rows],
+                q[b, :, rows],
+                k[b, :, keys],
+                v[b, :, keys],
+                out[b, :, rows],
+                lse[b, :, rows],
+                0.0,
+                **_mask_of(region, spec, q),
+                scale=scale,
+            )
+            dk[b, :, keys] += dk_part
+            dv[b, :, keys] += dv_part
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
-class TorchCudaFlash:
-    """``_scaled_dot_product_flash_attention``: PyTorch's build of FlashAttention 2."""
+def _is_whole(spec: AttentionSpec) -> bool:
+    """Whether one call without a mask does it."""
+    return spec.window is None and spec.documents is None
+
+
+def _cpu_regions(q: Tensor, spec: AttentionSpec) -> list[Region]:
+    block = None if spec.window is None else _WINDOW_BLOCK_ROWS
+    return list(regions(spec, q.shape[0], q.shape[2], block))
+
+
+def _mask_of(region: Region, spec: AttentionSpec, q: Tensor) -> dict[str, bool | Tensor]:
+    """The operator's is_causal or attn_mask for a region."""
+    if spec.window is None and region.is_square:
+        return {"is_causal": spec.causal}
+    hidden = region.masked(spec, q.device)
+    if hidden is None:
+        return {"is_causal": False}
+    return {"is_causal": False, "attn_mask": q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))}
+
+
+def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All heads padded with zeros to the largest size among them: scores and outputs are the same."""
+    size = max(t.shape[3] for t in tensors)
+    return tuple(t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t in tensors)
+
+
+class TorchCudaFlash(FlashForm):
+    """PyTorch's build of FlashAttention 2: ``_scaled_dot_product_flash_attention``, and for windows and documents
+    the ``_flash_attention_forward`` under it."""
 
     name = "torch-cuda-flash"
 
     def refusal(self, request: KernelRequest) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return cuda_flash_refusal(request)
+        return cuda_refusal(request) or unserved(request, (WINDOW, DOCUMENTS, SINKS))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        if not _is_whole(spec):
+            return super().forward(q, k, v, spec)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, spec.causal, False, scale=spec.scale_for(q.shape[3])
         )
@@ -64,23 +144,148 @@ class TorchCudaFlash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        # The random state is read only with dropout; without it any tensors of the right type do.
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)
+        if not _is_whole(spec):
+            return super().backward(dout, q, k, v, out, lse, spec)
+        unused = _unused_random_state(q)
+        S = q.shape[2]
+        scale = spec.scale_for(q.shape[3])
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, S, S, 0.0, spec.causal, unused, unused, scale=scale
+        )
+        return dq, dk, dv
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *_boundaries(q, packing), 0.0, spec.causal, False, **_scale_and_window(spec, q)
+        )
+        return out, lse
+
+    def _gradients(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        packing: Packing | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q = tensors[1]
+        unused = _unused_random_state(q)
+        dq, dk, dv = _aten._flash_attention_backward(
+            *tensors, *_boundaries(q, packing), 0.0, spec.causal, unused, unused, **_scale_and_window(spec, q)
+        )
+        return dq, dk, dv
+
+
+def _boundaries(q: Tensor, packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """cum_seq_q, cum_seq_k, max_q, max_k."""
+    if packing is None:
+        return None, None, q.shape[1], q.shape[1]
+    return packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest
+
+
+def _scale_and_window(spec: AttentionSpec, q: Tensor) -> dict[str, float | int | None]:
+    left, right = (None, None) if spec.window is None else (spec.window - 1, 0)
+    return {"scale": spec.scale_for(q.shape[-1]), "window_size_left": left, "window_size_right": right}
+
+
+class TorchCudnn:
+    """``_scaled_dot_product_cudnn_attention``: cuDNN's flash attention, for Hopper and later. KV heads are repeated."""
+
+    name = "torch-cudnn"
+
+    def refusal(self, request: KernelRequest) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        # Its lse has a layout of its own, which sinks can't be merged into.
+        return cuda_refusal(request) or unserved(request, ())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q,
+            per_query_head(k, q),
+            per_query_head(v, q),
+            None,
+            True,
+            0.0,
+            spec.causal,
+            False,
+            scale=spec.scale_for(q.shape[3]),
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        unused = _unused_random_state(q)
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout,
             q,
-            k,
-            v,
+            per_query_head(k, q),
+            per_query_head(v, q),
             out,
             lse,
+            unused,
+            unused,
+            None,
             None,
             None,
             q.shape[2],
             k.shape[2],
             0.0,
             spec.causal,
-            unused,
-            unused,
             scale=spec.scale_for(q.shape[3]),
         )
-        return dq, dk, dv
+        return dq, sum_groups(dk, k), sum_groups(dv, v)
+
+
+class TorchEfficient:
+    """``_scaled_dot_product_efficient_attention``: memory-efficient attention, float32 too. KV heads are repeated."""
+
+    name = "torch-efficient"
+
+    def refusal(self, request: KernelRequest) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        # Its lse is padded to a multiple of 32 rows, which sinks can't be merged into.
+        return cuda_refusal(request, (*HALF_PRECISION, torch.float32)) or unserved(request, (VALUE_SIZE,))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q,
+            per_query_head(k, q),
+            per_query_head(v, q),
+            None,
+            True,
+            0.0,
+            spec.causal,
+            scale=spec.scale_for(q.shape[3]),
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dout,
+            q,
+            per_query_head(k, q),
+            per_query_head(v, q),
+            None,
+            out,
+            lse,
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            spec.causal,
+            scale=spec.scale_for(q.shape[3]),
+        )
+        return dq, sum_groups(dk, k), sum_groups(dv, v)
+
+
+def _unused_random_state(q: Tensor) -> Tensor:
+    """The random state is read only with dropout; without it any tensor of the right type does."""
+    return torch.empty(2, dtype=torch.int64, device=q.device)
