@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
 from deepspeed_plugin.group import SequenceGroup
-from deepspeed_plugin.guard import ShardGuard
+from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
 from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
@@ -29,10 +29,10 @@ class Attachment:
         layers: names of the attention modules that were replaced.
     """
 
-    def __init__(self, summary: str, layers: dict[str, nn.Module], guard: RemovableHandle) -> None:
+    def __init__(self, summary: str, layers: dict[str, nn.Module], guards: list[RemovableHandle]) -> None:
         self.summary = summary
         self._layers = layers
-        self._guard = guard
+        self._guards = guards
 
     @property
     def layers(self) -> list[str]:
@@ -45,7 +45,8 @@ class Attachment:
             del module.forward
             delattr(module, CHILD)
         self._layers = {}
-        self._guard.remove()
+        for guard in self._guards:
+            guard.remove()
 
 
 def attach(
@@ -90,8 +91,13 @@ def attach(
             _register_external(child)
         module.add_module(CHILD, child)
         module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
-    guard = entry.register_forward_pre_hook(ShardGuard(entry, settings), with_kwargs=True)
-    return Attachment(_summary(facts, schedules, sorted(kernels), dtype), layers, guard)
+    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings), with_kwargs=True)]
+    guards += [
+        module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True)
+        for module in _modules_around(model, layers)
+        if "labels" in inspect.signature(module.forward).parameters
+    ]
+    return Attachment(_summary(facts, schedules, sorted(kernels), dtype), layers, guards)
 
 
 def _register_external(child: StagedAttention) -> None:
@@ -101,20 +107,24 @@ def _register_external(child: StagedAttention) -> None:
         register_external_parameter(child, parameter)
 
 
+def _modules_around(model: nn.Module, layers: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules that hold all attention layers, outermost first."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if all(layer.startswith(f"{name}." if name else "") and layer != name for layer in layers)
+    ]
+
+
 def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     """The innermost module around all attention whose forward takes ``position_ids``."""
-    entry = None
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        holds_all = all(layer.startswith(prefix) for layer in layers)
-        if holds_all and "position_ids" in inspect.signature(module.forward).parameters:
-            entry = module
-    if entry is None:
-        raise ValueError(
-            f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
-            "positions of the shards can't be checked. Use a Transformers model, or remove the 'upipe' key."
-        )
-    return entry
+    for module in reversed(_modules_around(model, layers)):
+        if "position_ids" in inspect.signature(module.forward).parameters:
+            return module
+    raise ValueError(
+        f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
+        "positions of the shards can't be checked. Use a Transformers model, or remove the 'upipe' key."
+    )
 
 
 def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:

@@ -85,6 +85,31 @@ class ShardGuard:
         return (*args[:at], None, *args[at + 1 :]), kwargs
 
 
+class LabelGuard:
+    """Forward pre-hook of a module that takes ``labels``: refuses to let it shift them.
+
+    A model that computes its own loss shifts labels within the shard it sees, and loses the last label of
+    every shard. Labels that were shifted before they were sharded are passed as ``shift_labels`` to the loss.
+    """
+
+    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+        self._signature = inspect.signature(module.forward)
+        self._settings = settings
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ValueError when labels are given without ``shift_labels``."""
+        if self._settings.group.ranks == 1 or (self._settings.disabled_in_eval and not module.training):
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        if given.get("labels") is not None and given.get("kwargs", {}).get("shift_labels") is None:
+            raise ValueError(
+                f"upipe: {type(module).__name__} was called with labels, which it would shift within this rank's "
+                "shard: the last label of every shard is lost. Shift labels before they are sharded "
+                "(UlyssesSPDataLoaderAdapter and shard_batch give shift_labels), call the model without labels, and "
+                "use deepspeed_plugin.sequence_parallel_loss(engine, logits, shift_labels)."
+            )
+
+
 def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int]:
     """This rank's fault, and its first position (0 where there is none to read)."""
     if isinstance(mask, Tensor) and mask.dim() == 2:

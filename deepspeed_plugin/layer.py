@@ -157,9 +157,13 @@ def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in _HARMLESS or value is None or value is False or (name == "is_causal" and value is True):
             continue
+        remedy = (
+            "Take it out of the batch and pass it to deepspeed_plugin.sequence_parallel_loss"
+            if name == "shift_labels"
+            else f"Leave {name} out, or remove the 'upipe' key"
+        )
         raise ValueError(
-            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. "
-            f"Leave {name} out, or remove the 'upipe' key."
+            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. {remedy}."
         )
 
 

@@ -8,6 +8,8 @@ model. It is wrapped when DeepSpeed's engine module is imported; DeepSpeed itsel
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,7 @@ class _Switch:
             wrapt.register_post_import_hook(self._wrap_engine, _ENGINE_MODULE)
 
     def _wrap_engine(self, module: Any) -> None:
+        module.DeepSpeedEngine.upipe = None
         wrapper = wrapt.decorator(_engine_init, enabled=lambda: self.on)
         module.DeepSpeedEngine.__init__ = wrapper(module.DeepSpeedEngine.__init__)
 
@@ -71,8 +74,8 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
 
 
 def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
+    import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import log_dist
 
     ds_config = given.get("config") or {}
     settings = read_settings(ds_config)
@@ -89,8 +92,21 @@ def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
         dtype=_compute_dtype(ds_config, model),
         zero_stage=zero_stage,
     )
-    log_dist(attachment.summary, ranks=[0])
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _logger().info(attachment.summary)
     return attachment
+
+
+def _logger() -> logging.Logger:
+    """A logger that is heard: DeepSpeed's own is silent below WARNING by default."""
+    logger = logging.getLogger("deepspeed_plugin")
+    if not logger.handlers and logger.level == logging.NOTSET:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
 
 
 def _compute_dtype(ds_config: dict[str, Any], model: torch.nn.Module) -> torch.dtype:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 
@@ -135,7 +137,7 @@ def _stages() -> dict[str, float]:
                 model = make_model(family)
                 mpu = register_ulysses(model, 2)
                 engine = make_engine(model, ds_config(stage, **extra), mpu)
-                assert hasattr(engine, "upipe") == bool(extra)
+                assert (engine.upipe is not None) == bool(extra)
                 if checkpointing is not None:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
                 model.train()
@@ -358,10 +360,10 @@ def _forms_of_config(tmp_path: str) -> dict[str, str]:
 
     del config["upipe"]
     plain, *_ = deepspeed.initialize(model=make_model("llama"), config=config)
-    result["no key"] = str(hasattr(plain, "upipe") or any(hasattr(m, "upipe") for m in plain.module.modules()))
+    result["no key"] = str(plain.upipe is not None or any(hasattr(m, "upipe") for m in plain.module.modules()))
     deepspeed_plugin.unregister()
     engine, *_ = deepspeed.initialize(model=make_model("llama"), **ways["path"])
-    result["unregistered"] = str(hasattr(engine, "upipe"))
+    result["unregistered"] = str(engine.upipe is not None)
     deepspeed_plugin.register()
     engine, *_ = deepspeed.initialize(model=make_model("llama"), **ways["path"])
     result["again"] = engine.upipe.summary
@@ -375,6 +377,19 @@ def test_every_form_of_config_turns_it_on_and_nothing_else_does(tmp_path):
     for name, summary in result.items():
         assert "2 attention layers replaced (LlamaAttention)" in summary, name
         assert "on 1 ranks in 4 stages of 2 heads" in summary, name
+
+
+def _printed_summaries() -> int:
+    model = make_model("llama")
+    mpu = register_ulysses(model, 2)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = make_engine(model, ds_config(1, **UPIPE), mpu)
+    return printed.getvalue().count(engine.upipe.summary)
+
+
+def test_the_switch_says_what_it_did_on_rank_0():
+    """Visible without any logging set-up."""
+    assert run_ranks(2, _printed_summaries) == [1, 0]
 
 
 def _two_models() -> list[float]:
@@ -546,6 +561,8 @@ def _bad_inputs() -> dict[str, str]:
         "swapped": {**good, "position_ids": torch.arange(32)[None].chunk(2, 1)[1 - rank]},
         "cache": {**good, "past_key_values": _cache(model)},
         "attentions": {**good, "output_attentions": True},
+        "labels": {**good, "labels": ids},
+        "shifted labels": {**good, "shift_labels": ids},
         "packed kwargs": {**good, "cu_seq_lens_q": torch.tensor([0, 20, 32])},
     }
     messages = {}
@@ -588,11 +605,16 @@ def bad_inputs():
         ("swapped", r"position_ids start at \[16, 0\] by rank.*out of order"),
         ("cache", r"called with a key/value cache \(generate\(\)\).*disable_in_eval=True"),
         ("attentions", r"output_attentions = True, which UPipe does not support"),
+        (
+            "labels",
+            r"LlamaForCausalLM was called with labels, which it would shift .*last label of every shard is lost",
+        ),
+        ("shifted labels", r"shift_labels = a tensor of shape .* pass it to deepspeed_plugin\.sequence_parallel_loss"),
         ("packed kwargs", r"cu_seq_lens_q = a tensor of shape \(3,\), which UPipe does not support"),
     ],
 )
 def test_bad_input_is_refused_on_every_rank_alike(bad_inputs, case, message):
-    """Public faults 1, 14, 15, 16, 25, 30."""
+    """Public faults 1, 12, 14, 15, 16, 25, 30."""
     first, second = (messages[case] for messages in bad_inputs)
     assert first == second
     with pytest.raises(ValueError, match=message):

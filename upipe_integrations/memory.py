@@ -87,9 +87,11 @@ def _per_rank(layer: LayerShape, ranks: int) -> tuple[float, float, float]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts bytes of live tensor storages that are made while it is active; exact and repeatable.
+    """Counts bytes of live tensor storages that are made while it is active; exact.
 
-    Works on real and on fake tensors. ``current`` and ``peak`` are in bytes, blocks rounded as the CUDA
+    Works on real and on fake tensors; repeatable on fake ones (with real collectives a worker thread may hold
+    a buffer a moment longer). A storage that was there before counts from its first use: use inputs once
+    before the baseline is read. ``current`` and ``peak`` are in bytes, blocks rounded as the CUDA
     caching allocator does. What a kernel allocates and frees inside one operator is not seen.
     """
 

@@ -29,7 +29,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_plugin
 
-_NOT_TEXT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+# Folders of tests, of what is installed beside the library, and of modules that are tables rather than text.
+_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+
+
+def _left_out(path: Path) -> bool:
+    # _sysconfigdata*.py is written when Python is built: tables again, and others on every machine.
+    return bool(_LEFT_OUT.intersection(path.parts)) or path.name.startswith("_sysconfigdata")
 
 
 class LibrarySource(Dataset):
@@ -41,7 +47,7 @@ class LibrarySource(Dataset):
 
     def __init__(self, count: int, seq_len: int, seed: int) -> None:
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(p for p in library.rglob("*.py") if not _NOT_TEXT.intersection(p.relative_to(library).parts))
+        files = sorted(p for p in library.rglob("*.py") if not _left_out(p.relative_to(library)))
         text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)
         available = len(text) // seq_len
         if count > available:
@@ -62,11 +68,12 @@ def build_model(seq_len: int, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=128,
+        intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=16,
         num_key_value_heads=4,
+        head_dim=16,
         max_position_embeddings=seq_len,
         tie_word_embeddings=True,
         use_cache=False,

@@ -1,0 +1,61 @@
+"""The demo, run small; and that its comparison can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+DEMO = Path(__file__).parents[1] / "examples" / "deepspeed"
+
+
+def _load(name: str):
+    spec = importlib.util.spec_from_file_location(f"demo_{name}", DEMO / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _demo(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(DEMO.parents[1]), "COLUMNS": "120"}
+    command = [sys.executable, str(DEMO / "demo.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_a_small_demo_agrees_and_leaves_its_files(tmp_path):
+    result = _demo("--steps", "4", "--seq-len", "512", "--output-dir", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert "2 attention layers replaced (LlamaAttention)" in result.stdout
+    figures = json.loads((tmp_path / "demo.json").read_text())
+    assert [len(run["losses"]) for run in figures["runs"]] == [4, 4, 4]
+    assert [run["ranks"] for run in figures["runs"]] == [1, 2, 2]
+
+
+def test_bad_arguments_are_refused_before_anything_starts(tmp_path):
+    result = _demo("--seq-len", "513", "--output-dir", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert "513" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms"), [([2.0, 1.1], [3.0, 2.0]), ([2.0, 1.0], [6.0, 4.0]), ([2.0, float("nan")], [3.0, 2.0])]
+)
+def test_runs_that_differ_are_reported(losses, norms):
+    results = _load("results")
+
+    def run(name, losses, norms):
+        return results.RunResult(name, 2, losses, norms, [1.0, 1.0], 1, 1.0)
+
+    reference, same = (run(name, [2.0, 1.0], [3.0, 2.0]) for name in ("single process", "Ulysses"))
+    assert results.verdict(results.compare([reference, same])) is None
+    sentence = results.verdict(results.compare([reference, same, run("UPipe", losses, norms)]))
+    assert "UPipe" in sentence and "Ulysses" not in sentence
