@@ -9,66 +9,111 @@ from tests.reference import Layer
 from upipe_integrations import (
     AttentionProjections,
     AttentionSpec,
+    Dropout,
     HeadFunction,
+    Layout,
     Projection,
     RotateHalf,
-    UPipeConfig,
+    Schedule,
     upipe_attention,
+    upipe_attention_qkv,
 )
-from upipe_integrations.kernels import KERNELS
+from upipe_integrations.kernels import KERNELS, Kernel
 
 
 def per_head_norm(heads: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(heads, heads.shape[-1:], gain, 1e-6)
 
 
-def projections_of(layer: Layer, leaves: dict[str, torch.Tensor], rows: slice) -> AttentionProjections:
+def projections_of(layer: Layer, leaves: dict[str, torch.Tensor], rows) -> AttentionProjections:
+    """`rows` (a slice or row numbers) are the rank's rows."""
     rotary = None if layer.cos is None else RotateHalf(layer.cos[:, rows], layer.sin[:, rows])
 
-    def projection(name: str, gain: str | None, rotary: RotateHalf | None) -> Projection:
+    def projection(name: str, head_dim: int, gain: str | None, rotary: RotateHalf | None) -> Projection:
         function = HeadFunction(per_head_norm, (leaves[gain],)) if gain in leaves else None
-        return Projection(leaves[f"w{name}"], layer.head_dim, leaves.get(f"b{name}"), function, rotary)
+        return Projection(leaves[f"w{name}"], head_dim, leaves.get(f"b{name}"), function, rotary)
 
     return AttentionProjections(
-        projection("q", "q_gain", rotary), projection("k", "k_gain", rotary), projection("v", None, None)
+        projection("q", layer.head_dim, "q_gain", rotary),
+        projection("k", layer.head_dim, "k_gain", rotary),
+        projection("v", layer.value_dim, None, None),
     )
 
 
-def run_sharded(layer: Layer, chunk_heads: int, group: dist.ProcessGroup | None, kernel: str = "math"):
-    """Output and gradients as :func:`tests.reference.reference` gives them: full sequence, summed over ranks."""
-    ranks = 1 if group is None else dist.get_world_size(group)
+def spec_of(layer: Layer, dropout: Dropout | None = None) -> AttentionSpec:
+    return AttentionSpec(layer.causal, layer.scale, layer.window, layer.softcap, dropout, layer.documents)
+
+
+def run_sharded(
+    layer: Layer,
+    chunk_heads: int,
+    group: dist.ProcessGroup | None,
+    kernel: str | Kernel = "math",
+    *,
+    layout: Layout | None = None,
+    dropout: Dropout | None = None,
+    partial: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Output and gradients as :func:`tests.reference.reference` gives them: full sequence, summed over ranks.
+
+    `partial` runs the form for given heads: "batch" or "sequence" first.
+    """
+    C = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
-    L = layer.x.shape[1] // ranks
-    rows = slice(rank * L, (rank + 1) * L)
+    S = layer.x.shape[1]
+    rows = (layout or Layout()).rows(rank, S, C)
     leaves = {name: t.clone() for name, t in layer.leaves().items()}
     leaves["x"] = leaves["x"][:, rows].clone()
     for t in leaves.values():
         t.requires_grad_()
-    schedule = UPipeConfig(chunk_heads, kernel).schedule(heads=layer.heads, kv_heads=layer.kv_heads, ranks=ranks)
-    out = upipe_attention(
-        leaves["x"],
-        projections_of(layer, leaves, rows),
-        schedule,
-        group,
-        KERNELS[kernel],
-        AttentionSpec(causal=layer.causal),
-    )
+    schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=C, chunk_heads=chunk_heads)
+    chosen = KERNELS[kernel] if isinstance(kernel, str) else kernel
+    projections = projections_of(layer, leaves, rows)
+    spec, sinks = spec_of(layer, dropout), leaves.get("sinks")
+    if partial is None:
+        out = upipe_attention(leaves["x"], projections, schedule, group, chosen, spec, layout=layout, sinks=sinks)
+    else:
+        first = partial == "sequence"
+        q, k, v = (_projected(p, leaves["x"]) for p in (projections.q, projections.k, projections.v))
+        if first:
+            q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
+        out = upipe_attention_qkv(
+            q, k, v, schedule, group, chosen, spec, layout=layout, sinks=sinks, sequence_first=first
+        )
+        out = (out.transpose(0, 1) if first else out).flatten(2)
     out.backward(layer.dout[:, rows])
     results = {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items()}}
     for name, t in results.items():
         if name in ("out", "dx"):
-            results[name] = _gathered(t, group, ranks)
-        elif ranks > 1:
+            results[name] = _gathered(t, group, C, layout or Layout())
+        elif C > 1:
             dist.all_reduce(t, group=group)
     return results
 
 
-def _gathered(t: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> torch.Tensor:
-    if ranks == 1:
-        return t
-    parts = [torch.empty_like(t) for _ in range(ranks)]
-    dist.all_gather(parts, t.contiguous(), group=group)
-    return torch.cat(parts, 1)
+def _projected(projection: Projection, x: torch.Tensor) -> torch.Tensor:
+    """All heads `[B, L, N, D]`, by autograd: what a caller of the partial form has."""
+    heads = torch.nn.functional.linear(x, projection.weight, projection.bias).unflatten(2, (-1, projection.head_dim))
+    if projection.function is not None:
+        heads = projection.function.function(heads, *projection.function.tensors)
+    if projection.rotary is not None:
+        cos, sin = projection.rotary.cos[:, :, None], projection.rotary.sin[:, :, None]
+        half = heads.shape[-1] // 2
+        heads = heads * cos + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sin
+    return heads
+
+
+def _gathered(t: torch.Tensor, group: dist.ProcessGroup | None, ranks: int, layout: Layout) -> torch.Tensor:
+    parts = [t]
+    if ranks > 1:
+        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, t.contiguous(), group=group)
+    # Row by row, not by Layout.collect, which is under test too.
+    whole = torch.empty(t.shape[0], t.shape[1] * ranks, *t.shape[2:], dtype=t.dtype)
+    for rank, part in enumerate(parts):
+        for i, row in enumerate(layout.rows(rank, whole.shape[1], ranks).tolist()):
+            whole[:, row] = part[:, i]
+    return whole
 
 
 def relative_errors(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -15,21 +15,27 @@ class Layer:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     x: torch.Tensor
     wq: torch.Tensor
     wk: torch.Tensor
     wv: torch.Tensor
+    dout: torch.Tensor
     bq: torch.Tensor | None = None
     bk: torch.Tensor | None = None
     bv: torch.Tensor | None = None
     q_gain: torch.Tensor | None = None
     k_gain: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
-    dout: torch.Tensor | None = None
     causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
-    LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain")
+    LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain", "sinks")
 
     def leaves(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self.LEAVES if getattr(self, name) is not None}
@@ -40,18 +46,21 @@ def make_layer(
     kv_heads: int,
     *,
     head_dim: int = 8,
+    value_dim: int | None = None,
     size: int = 24,
     batch: int = 1,
     seq: int = 16,
     bias: bool = False,
     norm: bool = False,
-    causal: bool = True,
+    sinks: bool = False,
     rotary: bool = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    **attention,
 ) -> Layer:
     """Random tensors; every head, row and batch entry differs, so that a misrouted one cannot go unseen."""
     g = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or head_dim
 
     def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(dtype)
@@ -67,44 +76,70 @@ def make_layer(
         heads,
         kv_heads,
         head_dim,
+        value_dim,
         x=rand(batch, seq, size),
         wq=rand(heads * head_dim, size, scale=2 * w),
         wk=rand(kv_heads * head_dim, size, scale=2 * w),
-        wv=rand(kv_heads * head_dim, size, scale=w),
+        wv=rand(kv_heads * value_dim, size, scale=w),
+        dout=rand(batch, seq, heads * value_dim),
         bq=rand(heads * head_dim, scale=0.3) if bias else None,
         bk=rand(kv_heads * head_dim, scale=0.3) if bias else None,
-        bv=rand(kv_heads * head_dim, scale=0.3) if bias else None,
+        bv=rand(kv_heads * value_dim, scale=0.3) if bias else None,
         q_gain=1 + rand(head_dim, scale=0.3) if norm else None,
         k_gain=1 + rand(head_dim, scale=0.3) if norm else None,
+        sinks=rand(heads) if sinks else None,
         cos=cos,
         sin=sin,
-        dout=rand(batch, seq, heads * head_dim),
-        causal=causal,
+        **attention,
     )
 
 
+def visible(layer: Layer) -> torch.Tensor:
+    """`[B, S, S]`: whether a query (row) sees a key (column), pair by pair."""
+    B, S = layer.x.shape[:2]
+    seen = torch.ones(B, S, S, dtype=torch.bool)
+    for b in range(B):
+        bounds = (0, S)
+        if layer.documents is not None:
+            bounds = layer.documents[b if len(layer.documents) > 1 else 0]
+        document = [sum(i >= edge for edge in bounds) for i in range(S)]
+        for i in range(S):
+            for j in range(S):
+                seen[b, i, j] = (
+                    (j <= i or not layer.causal)
+                    and (layer.window is None or i - j < layer.window)
+                    and document[i] == document[j]
+                )
+    return seen
+
+
 def attend(layer: Layer, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
-    """`[B, S, H * D]` head by head: nothing is batched over heads, so no layout can hide a mispairing."""
-    D, S = layer.head_dim, layer.x.shape[1]
+    """`[B, S, H * Dv]` head by head: nothing is batched over heads, so no layout can hide a mispairing."""
+    D, Dv = layer.head_dim, layer.value_dim
+    hidden = ~visible(layer)
     outs = []
     for i in range(layer.heads):
         j = i // (layer.heads // layer.kv_heads)
         q = leaves["x"] @ leaves["wq"][i * D : (i + 1) * D].T
         k = leaves["x"] @ leaves["wk"][j * D : (j + 1) * D].T
-        v = leaves["x"] @ leaves["wv"][j * D : (j + 1) * D].T
+        v = leaves["x"] @ leaves["wv"][j * Dv : (j + 1) * Dv].T
         if "bq" in leaves:
             q = q + leaves["bq"][i * D : (i + 1) * D]
             k = k + leaves["bk"][j * D : (j + 1) * D]
-            v = v + leaves["bv"][j * D : (j + 1) * D]
+            v = v + leaves["bv"][j * Dv : (j + 1) * Dv]
         if "q_gain" in leaves:
             q = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * leaves["q_gain"]
             k = k / (k.square().mean(-1, keepdim=True) + 1e-6).sqrt() * leaves["k_gain"]
         if layer.cos is not None:
             q, k = turn(q, layer.cos, layer.sin), turn(k, layer.cos, layer.sin)
-        scores = torch.einsum("bsd,btd->bst", q, k) / math.sqrt(D)
-        if layer.causal:
-            scores = scores + torch.full((S, S), float("-inf"), dtype=scores.dtype).triu(1)
-        outs.append(torch.einsum("bst,btd->bsd", torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)), v))
+        scores = torch.einsum("bsd,btd->bst", q, k) * (layer.scale or 1 / math.sqrt(D))
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = torch.exp(scores.masked_fill(hidden, float("-inf")))
+        total = weights.sum(-1, keepdim=True)
+        if "sinks" in leaves:
+            total = total + torch.exp(leaves["sinks"][i])
+        outs.append(torch.einsum("bst,btd->bsd", weights / total, v))
     return torch.cat(outs, -1)
 
 

@@ -6,6 +6,7 @@ back before the return.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,7 +57,7 @@ class Layout:
         boundaries = self.documents or (0, length)
         if boundaries[0] != 0 or boundaries[-1] != length:
             raise ValueError(f"layout documents {boundaries}: must start at 0 and end at the sequence length {length}.")
-        for a, b in zip(boundaries, boundaries[1:], strict=False):
+        for a, b in itertools.pairwise(boundaries):
             if b <= a or (b - a) % pieces:
                 what = "a sequence" if self.documents is None else f"the document [{a}, {b})"
                 raise ValueError(
@@ -71,7 +72,7 @@ class Layout:
         mine = (rank, pieces - 1 - rank) if self.half_chunks else (rank,)
         boundaries = self.documents or (0, length)
         parts = []
-        for a, b in zip(boundaries, boundaries[1:], strict=False):
+        for a, b in itertools.pairwise(boundaries):
             size = (b - a) // pieces
             parts += [torch.arange(a + piece * size, a + (piece + 1) * size) for piece in mine]
         return torch.cat(parts)

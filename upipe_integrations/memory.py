@@ -70,7 +70,10 @@ def upipe_peak(layer: LayerShape, schedule: Schedule) -> PeakUnits:
     forward = training = 0.0
     for number, stage in enumerate(schedule.stages):
         q, kappa = stage.q.per_rank, stage.kv.per_rank
-        forward = max(forward, h + 2 * q + 2 * kappa + lse)
+        # The output is made when the first stage's heads come back.
+        attending = (0 if number == 0 else h) + 2 * q + 2 * kappa
+        writing = h + q + (0 if stage.closes_kv else 2 * kappa)
+        forward = max(forward, attending + lse, writing + lse)
         grads_so_far = (0 if number == 0 else chi) + (0 if stage.opens_kv else 2 * kappa)
         workspace = 2 * q + (2 * q if q != kappa else 0)
         training = max(training, 2 * h + chi + grads_so_far + 4 * q + 4 * kappa + workspace)

@@ -8,6 +8,7 @@ value heads. All tensors are `[B, heads, S, D]` views of any strides with D cont
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -70,7 +71,7 @@ class AttentionSpec:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap = {self.softcap}: must be positive; None switches it off.")
         for row in self.documents or ():
-            if len(row) < 2 or row[0] != 0 or any(a >= b for a, b in zip(row, row[1:], strict=False)):
+            if len(row) < 2 or row[0] != 0 or any(a >= b for a, b in itertools.pairwise(row)):
                 raise ValueError(
                     f"documents {row}: must be boundaries that start at 0 and rise to the sequence length."
                 )
@@ -206,7 +207,7 @@ def regions(spec: AttentionSpec, batch: int, length: int, block: int | None) -> 
     `block` bounds the rows of a region; None leaves documents whole.
     """
     for rows, boundaries in spec.documents_of(batch, length):
-        for start, end in zip(boundaries, boundaries[1:], strict=False):
+        for start, end in itertools.pairwise(boundaries):
             step = block or end - start
             for first in range(start, end, step):
                 last = min(first + step, end)

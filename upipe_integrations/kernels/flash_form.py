@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,7 @@ class Packing:
 
 @lru_cache(maxsize=8)
 def _packing(boundaries: tuple[int, ...], device: torch.device) -> Packing:
-    longest = max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+    longest = max(b - a for a, b in itertools.pairwise(boundaries))
     return Packing(torch.tensor(boundaries, dtype=torch.int32, device=device), longest)
 
 
