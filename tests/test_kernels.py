@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from upipe_integrations import KernelRequest, select_kernel
-from upipe_integrations.kernels import KERNELS, AttentionSpec, FlashAttention2, MathKernel
+from upipe_integrations.kernels import (
+    KERNELS,
+    AttentionSpec,
+    FlashAttention2,
+    FlashAttention3,
+    FlashAttention4,
+    MathKernel,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -76,7 +84,11 @@ def test_math_works_through_blocks_of_rows(monkeypatch):
         (KernelRequest(CPU, torch.float32, 64), "torch-cpu-flash"),
         (KernelRequest(CPU, torch.float64, 64), "torch-cpu-flash"),
         (KernelRequest(CUDA, torch.bfloat16, 128), "torch-cuda-flash"),
-        (KernelRequest(CUDA, torch.float32, 128), "math"),
+        (KernelRequest(CUDA, torch.float32, 128), "torch-efficient"),
+        (KernelRequest(CUDA, torch.float64, 128), "math"),
+        (KernelRequest(CUDA, torch.bfloat16, 128, spec=AttentionSpec(window=8)), "torch-cuda-flash"),
+        (KernelRequest(CUDA, torch.bfloat16, 128, spec=AttentionSpec(softcap=8.0)), "math"),
+        (KernelRequest(CUDA, torch.bfloat16, 128, 64), "torch-efficient"),
         (KernelRequest(CUDA, torch.bfloat16, 100), "math"),
     ],
 )
@@ -87,6 +99,8 @@ def test_auto_picks_by_device_dtype_and_head_size(request_, expected, monkeypatc
 
 def test_auto_prefers_flash_attn_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-3"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flash_attn_interface" else object())
     assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-2"
     assert select_kernel("auto", KernelRequest(CPU, torch.bfloat16, 128)).name == "torch-cpu-flash"
 
@@ -111,56 +125,222 @@ def test_a_named_kernel_that_cannot_serve_says_why(name, request_, message, monk
         select_kernel(name, request_)
 
 
-# Stand-ins with the signatures of the released packages; each computes with the math kernel.
-def _fa2_26():
+# Stand-ins with the signatures of the released packages (order, names and defaults of their arguments as
+# published; annotations and the many options that stay at their defaults are left out). Each computes with the
+# math kernel, and records what it was asked.
+class _Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def attend(self, q, k, v, *, scale, causal, window, softcap, cu=None):
+        self.calls.append({"window": window, "softcap": softcap, "cu": None if cu is None else cu.tolist()})
+        spec, q, k, v = self._prepare(q, k, v, scale, causal, window, softcap, cu)
+        out, lse = MathKernel().forward(q, k, v, spec)
+        out = out.transpose(1, 2)
+        return (out, lse) if cu is None else (out[0], lse[0])
+
+    def gradients(self, dout, q, k, v, out, lse, dq, dk, dv, *, scale, causal, window, softcap, cu=None):
+        self.calls.append({"window": window, "softcap": softcap, "cu": None if cu is None else cu.tolist()})
+        targets = (dq, dk, dv)
+        assert all(t.is_contiguous() for t in targets)
+        if cu is not None:
+            dout, out, lse = dout[None], out[None], lse[None]
+            targets = tuple(t[None] for t in targets)
+        spec, q, k, v = self._prepare(q, k, v, scale, causal, window, softcap, cu)
+        grads = MathKernel().backward(dout.transpose(1, 2), q, k, v, out.transpose(1, 2), lse, spec)
+        for target, grad in zip(targets, grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+
+    @staticmethod
+    def _prepare(q, k, v, scale, causal, window, softcap, cu):
+        left, right = window
+        off = (None, -1)
+        assert right in off if left in off else right == 0
+        documents = None
+        if cu is not None:
+            assert cu.dtype == torch.int32 and q.dim() == 3
+            documents = (tuple(cu.tolist()),)
+            q, k, v = q[None], k[None], v[None]
+        spec = AttentionSpec(causal, scale, None if left in off else left + 1, softcap or None, None, documents)
+        return spec, *(t.transpose(1, 2) for t in (q, k, v))
+
+
+def _fa2_26(r):
+    """flash-attn 2.6: a window pair, eight results."""
+
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
     ):
-        assert window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None and dropout_p == 0.0
-        out, lse = _compute(q, k, v, softmax_scale, causal)
+        assert dropout_p == 0.0 and alibi_slopes is None and return_softmax is False
+        out, lse = r.attend(q, k, v, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap)
+        return out, q, k, v, out, lse, None, torch.empty(2)
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, return_softmax, block_table, leftpad_k=None,
+    ):  # fmt: skip
+        assert block_table is None
+        out, lse = r.attend(
+            q, k, v, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, cu=cu_seqlens_q
+        )
         return out, q, k, v, out, lse, None, torch.empty(2)
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        assert deterministic is False and window_size == (-1, -1)
-        _compute_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
+        assert deterministic is False
+        r.gradients(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv,
+            scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+        )  # fmt: skip
         return dq, dk, dv, None
 
-    return _flash_attn_forward, _flash_attn_backward
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        r.gradients(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv,
+            scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, cu=cu_seqlens_q,
+        )  # fmt: skip
+        return dq, dk, dv, None
+
+    functions = (_flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward)
+    return {f.__name__: f for f in functions}
 
 
-def _fa2_28():
+def _fa2_28(r):
+    """flash-attn 2.7 and 2.8: two window numbers, four results."""
+
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
-        assert (window_size_left, window_size_right) == (-1, -1)
-        return *_compute(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(2)
+        window = (window_size_left, window_size_right)
+        out, lse = r.attend(q, k, v, scale=softmax_scale, causal=causal, window=window, softcap=softcap)
+        return out, lse, torch.empty(0), torch.empty(2)
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        window = (window_size_left, window_size_right)
+        out, lse = r.attend(
+            q, k, v, scale=softmax_scale, causal=causal, window=window, softcap=softcap, cu=cu_seqlens_q
+        )
+        return out, lse, torch.empty(0), torch.empty(2)
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        _compute_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
+        window = (window_size_left, window_size_right)
+        r.gradients(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv,
+            scale=softmax_scale, causal=causal, window=window, softcap=softcap,
+        )  # fmt: skip
         return torch.empty(0)
 
-    return _flash_attn_forward, _flash_attn_backward
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        deterministic, rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        window = (window_size_left, window_size_right)
+        r.gradients(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv,
+            scale=softmax_scale, causal=causal, window=window, softcap=softcap, cu=cu_seqlens_q,
+        )  # fmt: skip
+        return torch.empty(0)
+
+    functions = (_flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward)
+    return {f.__name__: f for f in functions}
 
 
-def _compute(q, k, v, scale, causal):
-    spec = AttentionSpec(causal=causal, scale=scale)
-    out, lse = MathKernel().forward(*(t.transpose(1, 2) for t in (q, k, v)), spec)
-    return out.transpose(1, 2), lse
+def _fa3(r):
+    """flash_attn_interface (hopper): one function for dense and packed, is_causal in backward."""
+
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1,
+        window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
+        num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        window = (window_size_left, window_size_right)
+        out, lse = r.attend(
+            q, k, v, scale=softmax_scale, causal=causal, window=window, softcap=softcap, cu=cu_seqlens_q
+        )
+        return out, lse, torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        window = (window_size_left, window_size_right)
+        r.gradients(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv,
+            scale=softmax_scale, causal=is_causal, window=window, softcap=softcap, cu=cu_seqlens_q,
+        )  # fmt: skip
+        return torch.empty(0)
+
+    return {f.__name__: f for f in (_flash_attn_forward, _flash_attn_backward)}
 
 
-def _compute_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal):
-    spec = AttentionSpec(causal=causal, scale=scale)
-    dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-    for target, grad in zip((dq, dk, dv), MathKernel().backward(dout, q, k, v, out, lse, spec), strict=True):
-        assert target.is_contiguous()
-        target.copy_(grad.transpose(1, 2))
+def _fa3_early(r):
+    """The first releases of flash_attn_interface: a window pair and causal in backward."""
+    functions = _fa3(r)
+    newer = functions["_flash_attn_backward"]
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False,
+        sm_margin=0,
+    ):  # fmt: skip
+        return newer(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k,
+            dq, dk, dv, softmax_scale, causal, *window_size, softcap,
+        )  # fmt: skip
+
+    return {**functions, "_flash_attn_backward": _flash_attn_backward}
+
+
+def _fa4(r):
+    """flash-attn-4 4.0.0b10 to b36: None switches off, lse on request."""
+
+    def _flash_attn_fwd(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None,
+        intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None,
+        mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+    ):  # fmt: skip
+        assert return_lse and out is None and lse is None
+        window = (window_size_left, window_size_right)
+        result = r.attend(q, k, v, scale=softmax_scale, causal=causal, window=window, softcap=softcap, cu=cu_seqlens_q)
+        return (*result, None, None, None)
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+        num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+        AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+        seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+        score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, block_sparse_tensors=None, dlse=None,
+    ):  # fmt: skip
+        window = (window_size_left, window_size_right)
+        r.gradients(
+            dout, q, k, v, out, lse, dq, dk, dv,
+            scale=softmax_scale, causal=causal, window=window, softcap=softcap, cu=cu_seqlens_q,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    return {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd)}
 
 
 class _AsCustomOp:
@@ -173,50 +353,114 @@ class _AsCustomOp:
         return self._init_fn(*args, **kwargs)
 
 
-@pytest.mark.parametrize("release", [_fa2_26, _fa2_28])
+RELEASES = {
+    "2.6": (FlashAttention2(), _fa2_26),
+    "2.8": (FlashAttention2(), _fa2_28),
+    "3": (FlashAttention3(), _fa3),
+    "3 early": (FlashAttention3(), _fa3_early),
+    "4": (FlashAttention4(), _fa4),
+}
+SPECS = {
+    "causal": AttentionSpec(),
+    "full, scaled": AttentionSpec(causal=False, scale=0.3),
+    "window": AttentionSpec(window=5),
+    "softcap": AttentionSpec(softcap=1.5),
+    "documents": AttentionSpec(documents=((0, 5, 30, 37),)),
+    "documents by row, window, softcap": AttentionSpec(documents=((0, 37), (0, 8, 37)), window=4, softcap=2.0),
+}
+
+
+def _install(monkeypatch, kernel, functions):
+    parts = kernel.module.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+    vars(sys.modules[kernel.module]).update(functions)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("custom_op", [False, True])
-def test_flash_attn_is_called_in_the_form_of_its_release(release, custom_op, monkeypatch):
+@pytest.mark.parametrize("release", RELEASES)
+def test_flash_attention_is_called_in_the_form_of_its_release(release, custom_op, spec, monkeypatch):
     """Public fault 29."""
-    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    kernel, make = RELEASES[release]
+    recorder = _Recorder()
     wrap = _AsCustomOp if custom_op else lambda function: function
-    interface._flash_attn_forward, interface._flash_attn_backward = map(wrap, release())
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    _install(monkeypatch, kernel, {name: wrap(function) for name, function in make(recorder).items()})
+    spec = SPECS[spec]
     q, k, v, dout = _inputs()
-    for spec in (AttentionSpec(), AttentionSpec(causal=False, scale=0.3)):
-        out, lse = FlashAttention2().forward(q, k, v, spec)
-        got = (out, *FlashAttention2().backward(dout, q, k, v, out, lse, spec))
-        for ours, right in zip(got, _written_out(q, k, v, dout, spec), strict=True):
-            torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-12)
+    out, lse = kernel.forward(q, k, v, spec)
+    got = (out, *kernel.backward(dout, q, k, v, out, lse, spec))
+    right_out, right_lse = MathKernel().forward(q, k, v, spec)
+    right = (right_out, *MathKernel().backward(dout, q, k, v, right_out, right_lse, spec))
+    for ours, theirs in zip((*got, lse), (*right, right_lse), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    rows = 1 if spec.documents is None else 2
+    assert len(recorder.calls) == 2 * rows
+    assert {call["softcap"] or None for call in recorder.calls} == {spec.softcap}
+    assert all((call["cu"] is None) == (spec.documents is None) for call in recorder.calls)
 
 
-def test_an_unknown_flash_attn_release_is_refused(monkeypatch):
-    def _flash_attn_forward(q, k, v, softmax_scale, causal, something_new):
-        raise AssertionError("called")
-
-    interface = types.ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_forward = _flash_attn_forward
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+@pytest.mark.parametrize(
+    ("arguments", "spec", "message"),
+    [
+        (
+            "q, k, v, softmax_scale, causal, something_new",
+            AttentionSpec(),
+            r"wants arguments .*something_new.*torch-cuda",
+        ),
+        ("q, k, v, softmax_scale, causal", AttentionSpec(window=4), r"has no window_size, which this model needs"),
+        ("q, k, v, softmax_scale, causal, window_size", AttentionSpec(softcap=1.0), r"has no softcap, which this"),
+    ],
+)
+def test_a_release_without_what_is_needed_is_refused(arguments, spec, message, monkeypatch):
+    """An old release must not silently attend without the window or the cap."""
+    scope: dict = {}
+    exec(f"def _flash_attn_forward({arguments}): raise AssertionError('called')", scope)
+    _install(monkeypatch, FlashAttention2(), {"_flash_attn_forward": scope["_flash_attn_forward"]})
     q, k, v, _ = _inputs()
-    with pytest.raises(ValueError, match=r"wants arguments .*something_new.*Use kernel 'torch-cuda-flash'"):
-        FlashAttention2().forward(q, k, v, AttentionSpec())
+    with pytest.raises(ValueError, match=message):
+        FlashAttention2().forward(q, k, v, spec)
+
+
+@pytest.mark.parametrize("name", ["torch-cuda-flash", "torch-cudnn", "torch-efficient"])
+@pytest.mark.parametrize("spec", ["causal", "window", "documents"])
+def test_torch_operators_take_our_arguments(name, spec):
+    """Shapes of results on fake CUDA-like tensors: the operators' own schemas and meta kernels check the call."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kernel, spec = KERNELS[name], SPECS[spec]
+    if kernel.refusal(KernelRequest(CUDA, torch.bfloat16, 64, spec=spec)):
+        pytest.skip(f"{name} does not do it")
+    with FakeTensorMode():
+        q, k, v, dout = (torch.empty(64, 1, n, 64, dtype=torch.bfloat16).permute(1, 2, 0, 3) for n in (4, 2, 2, 4))
+        if spec.documents is not None:
+            spec = AttentionSpec(documents=((0, 5, 64),))
+        out, lse = kernel.forward(q, k, v, spec)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, spec)
+        assert out.shape == q.shape == dq.shape
+        assert dk.shape == k.shape and dv.shape == v.shape
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(causal=False)])
-@pytest.mark.parametrize("name", ["torch-cuda-flash", "flash-attn-2"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", [n for n in KERNELS if n not in ("math", "torch-cpu-flash")])
 @pytest.mark.parametrize(("n", "v"), [(1, 1), (4, 1), (8, 2)])
 def test_cuda_kernels(name, spec, n, v):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    reason = KERNELS[name].refusal(KernelRequest(CUDA, torch.bfloat16, 64))
+    spec = SPECS[spec]
+    reason = KERNELS[name].refusal(KernelRequest(CUDA, torch.bfloat16, 64, spec=spec))
     if reason:
-        pytest.skip(reason)
+        pytest.skip(f"{name}: {reason}")
+    if spec.documents is not None:
+        spec = dataclasses.replace(spec, documents=((0, 5, 300, 512),))
     q, k, v_, dout = _inputs(n=n, v=v, S=512, D=64, dtype=torch.bfloat16, device="cuda")
     kernel = KERNELS[name]
     out, lse = kernel.forward(q, k, v_, spec)
     got = (out, *kernel.backward(dout, q, k, v_, out, lse, spec))
-    for ours, right in zip(got, _written_out(*(t.double() for t in (q, k, v_, dout)), spec), strict=True):
+    exact = [t.double() for t in (q, k, v_, dout)]
+    right_out, right_lse = MathKernel().forward(*exact[:3], spec)
+    right = (right_out, *MathKernel().backward(exact[3], *exact[:3], right_out, right_lse, spec))
+    for ours, theirs in zip(got, right, strict=True):
         # bf16 scores and probabilities: 2^-8 each, a few of them in a row.
-        assert (ours.double() - right).norm() / right.norm() < 2**-6
+        assert (ours.double() - theirs).norm() / theirs.norm() < 2**-6

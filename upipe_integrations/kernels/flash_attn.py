@@ -123,6 +123,10 @@ _OFF: dict[str, Any] = {
     "return_lse": True,
     "deterministic": False,
     "rng_state": None,
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k", "sequed_q")
+        + ("sequed_k", "block_table", "leftpad_k")
+    ),
 }
 
 
