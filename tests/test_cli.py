@@ -1,0 +1,129 @@
+"""The ``upipe`` command, as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from upipe_integrations import check, cli
+from upipe_integrations.check import Finding
+
+BASE = ["--heads", "6", "--kv-heads", "3", "--head-dim", "16", "--seq-len", "64", "--ranks", "4", "--chunk-heads", "4"]
+
+
+def test_the_documented_example_agrees():
+    command = [sys.executable, "-m", "upipe_integrations.cli", "check", *BASE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "6 query and 3 KV heads of 16, 1 x 64 tokens, 4 ranks, 2 stages of 4 heads" in result.stdout
+    rows = [line.split()[0] for line in result.stdout.splitlines() if line.endswith(" ok")]
+    assert rows == ["out", "dx", "dwq", "dwk", "dwv"]
+    assert "ok: the output and 4 gradients agree with one process" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [
+            "--packed",
+            "10,20,34",
+            "--window",
+            "9",
+            "--sinks",
+            "--layout",
+            "zigzag",
+            "--bias",
+            "--norm",
+            "--dtype",
+            "float32",
+        ],
+        ["--softcap", "2", "--scale", "0.5", "--value-dim", "8", "--partial", "--batch", "2", "--kernel", "math"],
+        ["--full", "--packed", "4", "--layout", "packed-zigzag", "--ranks", "2", "--dtype", "bfloat16"],
+    ],
+)
+def test_features_agree(options, capsys):
+    base = ["--heads", "6", "--kv-heads", "3", "--head-dim", "16", "--seq-len", "64"]
+    assert cli.main(["check", *base, *options]) == 0, capsys.readouterr().out
+
+
+def test_a_difference_is_exit_1(monkeypatch, capsys):
+    """The comparison can fail: the single process is given another scale."""
+    right = check._single_process
+
+    def wrong(case):
+        results = right(case)
+        results["dwk"] = results["dwk"] * 1.0001
+        return results
+
+    monkeypatch.setattr(check, "_single_process", wrong)
+    assert cli.main(["check", "--heads", "2", "--head-dim", "8", "--seq-len", "16"]) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERS: dwk" in printed
+    assert printed.count(" ok") == 4
+
+
+def test_a_nan_does_not_agree():
+    assert not Finding("out", float("nan"), 1e-10).agrees
+
+
+def test_a_rank_that_fails_is_reported(monkeypatch, capsys):
+    """A kernel whose operator raises on the ranks: exit 1 with the rank's traceback, and nothing hangs."""
+    case = cli._case(cli._parser().parse_args(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]))
+    object.__setattr__(case, "dtype", torch.int32)
+    monkeypatch.setattr(cli, "_case", lambda options: case)
+    monkeypatch.setattr(cli, "select_kernel", lambda name, request: cli.KERNELS["math"])
+    assert cli.main(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]) == 1
+    assert "failed:\nTraceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq-len", "62"], "a sequence of 62 tokens on 4 sequence-parallel ranks: 4 must divide it."),
+        (["--chunk-heads", "3"], "upipe.chunk_heads = 3: must be a multiple of the 4"),
+        (["--chunk-heads", "8"], "upipe.chunk_heads = 8: larger than the model's 6 query heads"),
+        (["--kv-heads", "4"], "6 query heads, 4 KV heads"),
+        (["--heads", "0"], "heads = 0: must be positive"),
+        (["--ranks", "0"], "ranks = 0: must be positive"),
+        (["--head-dim", "7"], "head_dim = 7: must be even"),
+        (["--packed", "10,20"], "--packed 10,20: lengths must be positive and add up to the 64 tokens"),
+        (["--packed", "5"], "--packed 5: the number of equal documents must divide the 64 tokens"),
+        (["--packed", "a"], "--packed a: must be lengths such as"),
+        (["--layout", "packed-zigzag"], "--layout packed-zigzag: needs --packed"),
+        (["--window", "4", "--full"], "window = 4 with causal = False"),
+        (["--kernel", "torch-cuda-flash"], "upipe.kernel = 'torch-cuda-flash': it can't serve this model"),
+        (["--kernel", "torch-cpu-flash", "--softcap", "1"], "it does not do softcap"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2(options, message, capsys):
+    assert cli.main(["check", *BASE, *options, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("upipe check: ") and message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_wrong_words_are_exit_2():
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check", "--heads", "six"])
+    assert stop.value.code == 2
+
+
+def test_help_says_what_it_does(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "example: upipe check --heads 6" in text
+    assert "Exit status" in text
+
+
+def test_info_names_versions_kernels_and_hosts(capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text
+    for name in (*cli.KERNELS, "deepspeed", "megatron-core"):
+        assert name in text
+    assert "auto takes torch-cpu-flash" in text

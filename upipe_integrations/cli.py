@@ -1,0 +1,204 @@
+"""The ``upipe`` command: ``upipe check`` proves a layer on this machine, ``upipe info`` says what is here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from upipe_integrations.check import Case, Finding, check
+from upipe_integrations.kernels import KERNELS, AttentionSpec, KernelRequest, select_kernel
+from upipe_integrations.layout import Layout
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
+_HOSTS = ("deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0 agreed, 1 did not, 2 wrong input."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:
+        print(f"upipe {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="upipe", description=(__doc__ or "").split(":")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_check(commands)
+    info = commands.add_parser(
+        "info",
+        help="versions, kernels and hosts on this machine",
+        description="Versions, the kernels that can run here and why others can't, and the hosts that are installed.",
+    )
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="prove one attention layer on several ranks against one process",
+        description="Start the ranks here, run one attention layer forward and backward through UPipe, and compare its "
+        "output and every gradient with plain attention in one process in float64. Exit status: 0 when all agree, 1 "
+        "when one does not, 2 for wrong input.",
+        epilog="example: upipe check --heads 6 --kv-heads 3 --head-dim 16 --seq-len 64 --ranks 4 --chunk-heads 4",
+    )
+    layer = parser.add_argument_group("layer")
+    layer.add_argument("--heads", type=int, required=True, metavar="N", help="query heads over all ranks")
+    layer.add_argument("--kv-heads", type=int, metavar="N", help="KV heads over all ranks (default: as --heads)")
+    layer.add_argument("--head-dim", type=int, default=64, metavar="N", help="size of a head (default: %(default)s)")
+    layer.add_argument("--value-dim", type=int, metavar="N", help="size of a value head (default: as --head-dim)")
+    layer.add_argument("--seq-len", type=int, default=256, metavar="N", help="tokens (default: %(default)s)")
+    layer.add_argument("--batch", type=int, default=1, metavar="N", help="batch rows (default: %(default)s)")
+    layer.add_argument("--bias", action="store_true", help="q, k, v biases")
+    layer.add_argument("--norm", action="store_true", help="a norm per query and key head")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default: %(default)s)")
+    how.add_argument("--chunk-heads", type=int, metavar="N", help="query heads per stage (default: as --ranks)")
+    how.add_argument("--kernel", choices=("auto", *KERNELS), default="auto", help="default: %(default)s")
+    how.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float64 on CPUs, bfloat16 on GPUs")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank finds a GPU")
+    how.add_argument("--layout", choices=_LAYOUTS, default="contiguous", help="rows of a rank (default: %(default)s)")
+    how.add_argument("--partial", action="store_true", help="the form for heads that are projected already")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tensors (default: %(default)s)")
+    mask = parser.add_argument_group("masks and variants")
+    mask.add_argument("--full", action="store_true", help="full instead of causal attention")
+    mask.add_argument("--window", type=int, metavar="N", help="sliding window: a token sees itself and N-1 before it")
+    mask.add_argument("--packed", metavar="A,B,...", help="lengths of packed documents, or one number of equal ones")
+    mask.add_argument("--softcap", type=float, metavar="X", help="scores are capped at X by tanh")
+    mask.add_argument("--scale", type=float, metavar="X", help="factor on scores (default: head_dim ** -0.5)")
+    mask.add_argument("--sinks", action="store_true", help="one sink logit per query head")
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    case = _case(options)
+    kernel = select_kernel(case.kernel, case.request())
+    features = ", ".join(case.request().features())
+    print(
+        f"{case.heads} query and {case.kv_heads} KV heads of {case.head_dim}, {case.batch} x {case.seq_len} tokens, "
+        f"{case.ranks} ranks, {len(case.schedule().stages)} stages of {case.chunk_heads} heads; kernel {kernel.name}, "
+        f"{options.layout} layout, {str(case.dtype).removeprefix('torch.')} on {case.device}"
+        f"{f'; {features}' if features else ''}",
+        flush=True,
+    )
+    try:
+        findings = check(case)
+    except RuntimeError as error:
+        print(f"upipe check: {error}", file=sys.stderr)
+        return 1
+    print(_table(findings))
+    wrong = [finding.tensor for finding in findings if not finding.agrees]
+    if wrong:
+        print(f"DIFFERS: {', '.join(wrong)}")
+        return 1
+    print(f"ok: the output and {len(findings) - 1} gradients agree with one process")
+    return 0
+
+
+def _case(options: argparse.Namespace) -> Case:
+    """The case the options describe; raises ValueError."""
+    documents = _documents(options.packed, options.seq_len)
+    if options.layout == "packed-zigzag" and documents is None:
+        raise ValueError("--layout packed-zigzag: needs --packed, the lengths of the documents.")
+    layout = {
+        "contiguous": Layout.contiguous(),
+        "zigzag": Layout.zigzag(),
+        "packed-zigzag": Layout.packed_zigzag(documents or (0, options.seq_len)),
+    }[options.layout]
+    device = options.device or ("cuda" if 0 < options.ranks <= torch.cuda.device_count() else "cpu")
+    return Case(
+        heads=options.heads,
+        kv_heads=options.heads if options.kv_heads is None else options.kv_heads,
+        head_dim=options.head_dim,
+        seq_len=options.seq_len,
+        ranks=options.ranks,
+        chunk_heads=options.ranks if options.chunk_heads is None else options.chunk_heads,
+        value_dim=options.value_dim,
+        batch=options.batch,
+        kernel=options.kernel,
+        dtype=_DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float64")],
+        device=device,
+        spec=AttentionSpec(
+            causal=not options.full,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            documents=None if documents is None else (documents,),
+        ),
+        layout=layout,
+        sinks=options.sinks,
+        bias=options.bias,
+        norm=options.norm,
+        partial=options.partial,
+        seed=options.seed,
+    )
+
+
+def _documents(packed: str | None, seq_len: int) -> tuple[int, ...] | None:
+    """Boundaries from ``--packed``."""
+    if packed is None:
+        return None
+    try:
+        lengths = [int(part) for part in packed.split(",")]
+    except ValueError:
+        raise ValueError(f"--packed {packed}: must be lengths such as 10,20,34, or one number.") from None
+    if len(lengths) == 1:
+        count = lengths[0]
+        if count < 1 or seq_len % count:
+            raise ValueError(f"--packed {packed}: the number of equal documents must divide the {seq_len} tokens.")
+        lengths = [seq_len // count] * count
+    if min(lengths) < 1 or sum(lengths) != seq_len:
+        raise ValueError(f"--packed {packed}: lengths must be positive and add up to the {seq_len} tokens.")
+    return tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
+
+
+def _table(findings: list[Finding]) -> str:
+    width = max(len(finding.tensor) for finding in findings)
+    lines = [f"{'tensor':{max(width, 6)}}  largest error  tolerance"]
+    lines += [
+        f"{f.tensor:{max(width, 6)}}  {f.error:13.1e}  {f.tolerance:9.0e}  {'ok' if f.agrees else 'DIFFERS'}"
+        for f in findings
+    ]
+    return "\n".join(lines)
+
+
+def _info(options: argparse.Namespace) -> int:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    rows = [
+        ("upipe-integrations", _version("upipe-integrations") or "not installed (running from a checkout)"),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("GPUs", ", ".join(gpus) or "none"),
+        *((host, _version(host) or "not installed") for host in _HOSTS),
+    ]
+    print("\n".join(f"{name:20} {value}" for name, value in rows))
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        request = KernelRequest(torch.device(device), dtype, 128)
+        print(f"\nkernels for {device}, {str(dtype).removeprefix('torch.')}, heads of 128:")
+        no_gpu = "no GPU here" if device == "cuda" and not gpus else None
+        for name, kernel in KERNELS.items():
+            reason = kernel.refusal(request) or no_gpu
+            print(f"  {name:18} {'no: ' + reason if reason else 'yes'}")
+        if no_gpu is None:
+            print(f"  auto takes {select_kernel('auto', request).name}")
+    return 0
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
