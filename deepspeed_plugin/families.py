@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class AttentionFacts:
     head_dim: int
     hidden_size: int
     scale: float
+    window: int | None
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     """The module's own rotary of `[B, L, heads, D]` with `[B, L, D]` tables; None when it is ``RotateHalf``."""
 
@@ -86,14 +88,6 @@ def attention_facts(name: str, module: nn.Module, device: torch.device) -> Atten
     """
     where = f"{name} ({type(module).__name__})"
     check_projections(where, module)
-    # Some families decide per layer and keep the window on the module, the others read it from the config.
-    window = module.sliding_window if hasattr(module, "sliding_window") else module.config.sliding_window \
-        if hasattr(module.config, "sliding_window") else None  # fmt: skip
-    if window:  # Qwen2-MoE says 0 where there is none
-        raise ValueError(
-            f"upipe: {where} has sliding_window = {window}: windowed attention is not supported yet. Set the "
-            "model config's sliding_window to None where full attention is meant, or remove the 'upipe' key."
-        )
     dropout = getattr(module, "attention_dropout", 0.0)
     if dropout:
         raise ValueError(
@@ -111,8 +105,19 @@ def attention_facts(name: str, module: nn.Module, device: torch.device) -> Atten
         head_dim=head_dim,
         hidden_size=module.q_proj.in_features,
         scale=module.scaling,
+        window=_window(module),
         rotary=_own_rotary(module, device),
     )
+
+
+def _window(module: nn.Module) -> int | None:
+    """The layer's sliding window; None where there is none (Qwen2-MoE says 0).
+
+    Some families decide per layer and keep the window on the module, the others read it from the config.
+    """
+    config: Any = module.config
+    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
+    return int(window) if window else None  # type: ignore[arg-type]
 
 
 def check_projections(where: str, module: nn.Module) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.layer import LayerSettings
+from deepspeed_plugin.layer import LayerSettings, remember_documents
 from upipe_integrations.all_to_all import gather_integers
+from upipe_integrations.sharding import documents_from_positions
 
 
 class _Fault(enum.IntEnum):
@@ -23,10 +24,9 @@ class _Fault(enum.IntEnum):
     NONE = 0
     NO_POSITIONS = 1
     POSITION_SHAPE = 2
-    RESTARTING_POSITIONS = 3
-    PADDING_MASK = 4
-    OTHER_MASK = 5
-    CACHE = 6
+    PADDING_MASK = 3
+    OTHER_MASK = 4
+    CACHE = 5
 
 
 _ADVICE = {
@@ -34,8 +34,6 @@ _ADVICE = {
     "rank r of the group holds positions [r * L, (r + 1) * L) (UlyssesSPDataLoaderAdapter shards them for you).",
     _Fault.POSITION_SHAPE: "position_ids must be [batch or 1, rows of this rank]: position_ids with several "
     "components per token (mrope) are not supported yet.",
-    _Fault.RESTARTING_POSITIONS: "position_ids are not consecutive within the shard: packed documents are not "
-    "supported yet. Train unpacked sequences, or remove the 'upipe' key.",
     _Fault.PADDING_MASK: "attention_mask masks some tokens: padding masks are not supported. Pad on the right, give "
     "padded tokens the label -100 and leave attention_mask out (causal attention never looks at them), or pack.",
     _Fault.OTHER_MASK: "attention_mask is not a [batch, rows] mask of ones: custom masks are not supported. Leave it "
@@ -48,9 +46,10 @@ _ADVICE = {
 class ShardGuard:
     """Forward pre-hook of the module that takes ``position_ids``; see the module docstring.
 
-    Checks that every rank of the group has as many batch rows and sequence rows, that positions are global
-    and consecutive, and that no token is masked; an ``attention_mask`` of ones is dropped, so that the model
-    builds no mask of the local shard.
+    Checks that every rank of the group has as many batch rows and sequence rows, that positions are global,
+    and that no token is masked; positions that restart are packed documents, which the layers are told. A
+    mask of ones is dropped, and for packed documents a placeholder put in its place, so that the model builds
+    no mask of the local shard.
     """
 
     def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
@@ -72,17 +71,23 @@ class ShardGuard:
             return None  # the model's own error is the right one
         caches = [given.get(name, given.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
         if any(cache is not None for cache in caches):
-            fault, first = _Fault.CACHE, 0
+            fault, first, restarts = _Fault.CACHE, 0, False
         else:
-            fault, first = _inspect(given.get("position_ids"), given.get("attention_mask"), tokens.shape[1])
-        mine = [tokens.shape[0], tokens.shape[1], first, int(fault)]
-        _check(gather_integers(mine, self._settings.group.process_group, tokens.device))
-        if given.get("attention_mask") is None:
+            fault, first, restarts = _inspect(given.get("position_ids"), given.get("attention_mask"), tokens.shape[1])
+        group = self._settings.group.process_group
+        mine = [tokens.shape[0], tokens.shape[1], first, int(fault), int(restarts)]
+        by_rank = gather_integers(mine, group, tokens.device)
+        packed = _check(by_rank)
+        documents = documents_from_positions(given["position_ids"], group) if packed else None
+        remember_documents(given["position_ids"], documents)
+        # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
+        mask = None if documents is None else torch.zeros(1, 1, 1, 1, device=tokens.device)
+        if mask is None and given.get("attention_mask") is None:
             return None
-        if "attention_mask" in kwargs:
-            return args, {**kwargs, "attention_mask": None}
+        if "attention_mask" in kwargs or "attention_mask" not in given:
+            return args, {**kwargs, "attention_mask": mask}
         at = list(given).index("attention_mask")
-        return (*args[:at], None, *args[at + 1 :]), kwargs
+        return (*args[:at], mask, *args[at + 1 :]), kwargs
 
 
 class LabelGuard:
@@ -110,27 +115,27 @@ class LabelGuard:
             )
 
 
-def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int]:
-    """This rank's fault, and its first position (0 where there is none to read)."""
+def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int, bool]:
+    """This rank's fault, its first position (0 where there is none to read), and whether positions restart."""
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if not bool((mask == 1).all()):
-            return _Fault.PADDING_MASK, 0
+            return _Fault.PADDING_MASK, 0, False
     elif mask is not None:
-        return _Fault.OTHER_MASK, 0
+        return _Fault.OTHER_MASK, 0, False
     if position_ids is None:
-        return _Fault.NO_POSITIONS, 0
+        return _Fault.NO_POSITIONS, 0, False
     if position_ids.dim() != 2 or position_ids.shape[1] != rows or rows == 0:
-        return _Fault.POSITION_SHAPE, 0
+        return _Fault.POSITION_SHAPE, 0, False
     first = position_ids[0, 0]
     expected = first + torch.arange(rows, device=position_ids.device)
     consecutive, start = torch.stack([(position_ids == expected).all().long(), first.long()]).tolist()
-    return (_Fault.NONE if consecutive else _Fault.RESTARTING_POSITIONS), start
+    return _Fault.NONE, start, not consecutive
 
 
-def _check(by_rank: list[list[int]]) -> None:
-    """Decide from what every rank said: the same verdict everywhere."""
+def _check(by_rank: list[list[int]]) -> bool:
+    """Decide from what every rank said, the same everywhere; returns whether documents are packed."""
     ranks = range(len(by_rank))
-    batch, rows, first, faults = zip(*by_rank, strict=True)
+    batch, rows, first, faults, restarts = zip(*by_rank, strict=True)
     for fault, advice in _ADVICE.items():
         guilty = [r for r in ranks if faults[r] == fault]
         if guilty:
@@ -141,12 +146,14 @@ def _check(by_rank: list[list[int]]) -> None:
             f"{list(rows)} by rank. All must hold shards of the same batch; pad the sequence to a multiple of "
             f"{len(by_rank)} before sharding it."
         )
-    wrong = [r for r in ranks if first[r] != first[0] + r * rows[0]]
-    if wrong or first[0] != 0:
+    starts = [r * rows[0] for r in ranks]
+    # Shards that all start at 0 might be documents of exactly a shard's length, but are what unsharded batches and
+    # local positions look like.
+    if first[0] != 0 or (len(by_rank) > 1 and not any(first)):
         raise ValueError(
-            f"upipe: position_ids start at {list(first)} by rank, but shards of {rows[0]} rows must start at "
-            f"{[r * rows[0] for r in ranks]}: either the positions are local to a rank, or the batch was not "
-            "sharded, or the shards are out of order. Shard the batch with its global position_ids "
-            "(UlyssesSPDataLoaderAdapter does); to evaluate unsharded batches register Ulysses with "
-            "disable_in_eval=True and call model.eval()."
+            f"upipe: position_ids start at {list(first)} by rank, but shards of {rows[0]} rows of one document start "
+            f"at {starts}: either the positions are local to a rank, or the batch was not sharded, or the shards are "
+            "out of order. Shard the batch with its global position_ids (UlyssesSPDataLoaderAdapter does); to "
+            "evaluate unsharded batches register Ulysses with disable_in_eval=True and call model.eval()."
         )
+    return any(restarts) or list(first) != starts

@@ -75,10 +75,13 @@ class StagedAttention(nn.Module):
             if module is not None:
                 yield from module.parameters(recurse=False)
 
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
+    ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
         check_projections(facts.class_name, attention)
-        request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim)
+        spec = AttentionSpec(causal=True, scale=facts.scale, window=facts.window, documents=documents)
+        request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec)
         projections = AttentionProjections(
             self._projection("q", cos, sin), self._projection("k", cos, sin), self._projection("v")
         )
@@ -88,7 +91,7 @@ class StagedAttention(nn.Module):
             self.schedule,
             self.settings.group.process_group,
             select_kernel(self.settings.config.kernel, request),
-            AttentionSpec(causal=True, scale=facts.scale),
+            spec,
         )
 
     def _projection(self, kind: str, cos: Tensor | None = None, sin: Tensor | None = None) -> Projection:
@@ -102,6 +105,33 @@ class StagedAttention(nn.Module):
             else:
                 function = _then_rotate(function, facts.rotary, cos, sin)
         return Projection(linear.weight, facts.head_dim, linear.bias, function, rotary)
+
+
+_DOCUMENTS = "_upipe_documents"
+
+
+def remember_documents(position_ids: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> None:
+    """Keep the packed documents of a forward with the tensor that says so.
+
+    The layers of this forward find them there, and so does their recomputation under gradient checkpointing,
+    whatever forwards of the model came in between.
+    """
+    setattr(position_ids, _DOCUMENTS, documents)
+
+
+def documents_of(position_ids: Any) -> tuple[tuple[int, ...], ...] | None:
+    """What was remembered for `position_ids`.
+
+    Raises:
+        ValueError: nothing was: the model was not entered through its own forward.
+    """
+    if not hasattr(position_ids, _DOCUMENTS):
+        raise ValueError(
+            "upipe: an attention layer was called with position_ids that the model was not called with. Call the "
+            "model, not its layers, and leave position_ids as they are on the way to the layers."
+        )
+    remembered: tuple[tuple[int, ...], ...] | None = getattr(position_ids, _DOCUMENTS)
+    return remembered
 
 
 def _then_rotate(norm: HeadFunction | None, rotate: Any, cos: Tensor, sin: Tensor) -> HeadFunction:
@@ -149,7 +179,9 @@ def staged_forward(
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
-    out = child(hidden_states, *position_embeddings)
+    documents = documents_of(options.get("position_ids"))
+    # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
+    out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
     return attention.o_proj(out), None
 
 

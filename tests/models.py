@@ -88,11 +88,13 @@ def make_batch(seq: int = 16, batch: int = 1, seed: int = 1, vocab: int = 64) ->
     return {"input_ids": ids, "labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
 
 
-def single_process(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def single_process(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], positions: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Logits, loss and every gradient of an unpatched model on the whole batch."""
     model.zero_grad(set_to_none=True)
-    S = batch["input_ids"].shape[1]
-    positions = torch.arange(S).expand_as(batch["input_ids"])
+    if positions is None:
+        positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     logits = model(input_ids=batch["input_ids"], position_ids=positions, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
     loss.backward()

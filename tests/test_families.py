@@ -190,9 +190,6 @@ class LoraLinear(torch.nn.Linear):
 
 
 def _bad_models() -> dict[str, str]:
-    def windowed(model):
-        model.model.layers[1].self_attn.sliding_window = 8
-
     def adapter(model):
         attention = model.model.layers[1].self_attn
         attention.v_proj = LoraLinear(48, attention.v_proj.out_features)
@@ -211,8 +208,6 @@ def _bad_models() -> dict[str, str]:
         model.model.layers = torch.nn.ModuleList([torch.nn.Linear(48, 48)])
 
     cases = {
-        "window": ("mistral", {"sliding_window": 8}, None),
-        "window by layer": ("qwen2", {}, windowed),
         "dropout": ("llama", {"attention_dropout": 0.1}, None),
         "adapter": ("llama", {}, adapter),
         "float8": ("llama", {}, float8),
@@ -251,8 +246,6 @@ def refusals():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("window", r"layers\.0\.self_attn \(MistralAttention\) has sliding_window = 8: .*not supported yet.*None"),
-        ("window by layer", r"layers\.1\.self_attn \(Qwen2Attention\) has sliding_window = 8"),
         ("dropout", r"attention_dropout = 0\.1: dropout is not supported yet.*to 0\.0"),
         ("adapter", r"layers\.1\.self_attn .*v_proj is a .*LoraLinear, not a plain torch\.nn\.Linear.*Merge"),
         ("float8", r"k_proj has weights of torch\.float8_e4m3fn: quantised.*Load the model in"),

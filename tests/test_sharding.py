@@ -8,7 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import run_ranks
-from upipe_integrations.sharding import mean_token_loss, padding_for, shard_batch, shift_labels
+from upipe_integrations import Layout
+from upipe_integrations.sharding import (
+    documents_from_positions,
+    mean_token_loss,
+    padding_for,
+    shard_batch,
+    shift_labels,
+)
 
 
 @pytest.mark.parametrize(("length", "multiple", "padding"), [(7, 4, 1), (8, 4, 0), (1, 4, 3), (9, 2, 1)])
@@ -57,7 +64,7 @@ def test_shards_are_contiguous_with_global_positions_and_whole_labels(shards):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("odd", "7 tokens on 2 sequence-parallel ranks.*with 1 tokens of label -100"),
+        ("odd", "7 tokens on 2 sequence-parallel ranks.*with 1 tokens that are not trained on"),
         ("uneven", "different sequence lengths {'input_ids': 8, 'labels': 4}"),
         ("seeds", r"different batches: ranks \[1\] differ from rank 0.*data-parallel rank"),
         ("order", r"ranks \[1\] differ"),
@@ -69,6 +76,34 @@ def test_bad_batches_are_refused_on_every_rank_alike(shards, case, message):
     assert first == second
     with pytest.raises(ValueError, match=message):
         raise ValueError(first)
+
+
+def _packed() -> dict[str, object]:
+    positions = torch.cat([torch.arange(3), torch.arange(5)])[None]
+    ids = torch.arange(1, 9)[None]
+    group, rank = dist.group.WORLD, dist.get_rank()
+    result: dict[str, object] = {}
+    for name, layout in {"contiguous": Layout.contiguous(), "zigzag": Layout.zigzag()}.items():
+        shard = shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, group, layout)
+        result[name] = shard["shift_labels"].tolist()
+        result[f"{name} documents"] = documents_from_positions(shard["position_ids"], group, layout)
+    result["one document"] = documents_from_positions(torch.arange(8)[None].chunk(2, 1)[rank], group)
+    try:
+        documents_from_positions(torch.arange(8)[None].chunk(2, 1)[1 - rank], group)
+    except ValueError as error:
+        result["swapped"] = str(error)
+    return result
+
+
+def test_documents_come_from_positions_and_no_label_crosses_them():
+    """Public fault 13: no token is trained on the next document's first."""
+    first, second = run_ranks(2, _packed)
+    assert first["contiguous"] + second["contiguous"] == [[2, 3, -100, 5], [6, 7, 8, -100]]
+    assert first["zigzag"] + second["zigzag"] == [[2, 3, 8, -100], [-100, 5, 6, 7]]
+    for result in (first, second):
+        assert result["contiguous documents"] == result["zigzag documents"] == ((0, 3, 8),)
+        assert result["one document"] is None
+        assert "position_ids jump to [0, 4]" in result["swapped"]
 
 
 def _losses(labels: torch.Tensor) -> tuple[float, torch.Tensor]:

@@ -35,14 +35,20 @@ def exchange(send: Tensor, group: Group) -> Tensor:
     return received
 
 
+def gather_over_group(value: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's `value` (of the same shape on each), by rank, outside autograd."""
+    if group_ranks(group) == 1:
+        return [value]
+    value = value.contiguous()
+    everyone = [torch.empty_like(value) for _ in range(group_ranks(group))]
+    dist.all_gather(everyone, value, group=group)
+    return everyone
+
+
 def gather_integers(values: list[int], group: Group, device: torch.device) -> list[list[int]]:
     """Every rank's `values` (as many on each), by rank: for checks that all ranks must decide alike."""
-    if group_ranks(group) == 1:
-        return [values]
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(group_ranks(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [row.tolist() for row in everyone]
+    return [row.tolist() for row in gather_over_group(mine, group)]
 
 
 def sum_over_group(value: Tensor, group: Group) -> Tensor:

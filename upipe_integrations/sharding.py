@@ -1,7 +1,7 @@
-"""A batch and its loss on the ranks of a sequence-parallel group, in contiguous shards.
+"""A batch and its loss on the ranks of a sequence-parallel group.
 
-Rank r of C holds rows ``[r * S / C, (r + 1) * S / C)``. Labels are shifted before they are sharded, so that
-the last token of a shard is trained on the first of the next.
+Labels are shifted before they are sharded, so that the last token of a shard is trained on the first of the
+next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upipe_integrations.all_to_all import Group, gather_integers, group_rank, group_ranks, sum_over_group
+from upipe_integrations.all_to_all import (
+    Group,
+    gather_integers,
+    gather_over_group,
+    group_rank,
+    group_ranks,
+    sum_over_group,
+)
+from upipe_integrations.layout import Layout
 
 IGNORED = -100
 """Label of a token that is not trained on, as everywhere in PyTorch and Transformers."""
@@ -29,17 +37,20 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
-def shard_batch(batch: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+def shard_batch(batch: Mapping[str, Tensor], group: Group, layout: Layout | None = None) -> dict[str, Tensor]:
     """This rank's shard of a batch that every rank of `group` holds whole.
 
-    Every tensor is `[B, S, ...]` and is cut along S. Global ``position_ids`` are added where there are none.
-    ``labels`` become ``shift_labels`` (targets already shifted, across shards too): pass them to
-    :func:`mean_token_loss`, not to the model, which would shift them again.
+    Every tensor is `[B, S, ...]` and is dealt along S in `layout` (None is contiguous). Global
+    ``position_ids`` are added where there are none. ``labels`` become ``shift_labels`` (targets already
+    shifted, across shards too): pass them to :func:`mean_token_loss`, not to the model, which would shift
+    them again. Where ``position_ids`` restart, a new document begins: no token is trained on the next
+    document's first.
 
     Raises:
-        ValueError: S is not a multiple of the ranks, tensors differ in S, or the ranks hold different
+        ValueError: S does not fit the layout on the ranks, tensors differ in S, or the ranks hold different
             batches; on every rank alike.
     """
+    layout = layout or Layout()
     C, rank = group_ranks(group), group_rank(group)
     _check_same_batch(batch, group)
     lengths = {name: t.shape[1] for name, t in batch.items()}
@@ -48,19 +59,52 @@ def shard_batch(batch: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         raise ValueError(
             f"tensors of a batch have different sequence lengths {lengths}: all must be [batch, sequence]."
         )
-    if S % C:
-        raise ValueError(
-            f"a sequence of {S} tokens on {C} sequence-parallel ranks: the ranks must divide it. Pad it on the right "
-            f"with {padding_for(S, C)} tokens of label {IGNORED} (causal attention never looks at them)."
-        )
+    layout.check(S, C)
     whole = dict(batch)
     first = next(iter(whole.values()))
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(S, device=first.device).expand(first.shape[0], S)
     if "labels" in whole:
-        whole["shift_labels"] = shift_labels(whole.pop("labels"))
-    L = S // C
-    return {name: t[:, rank * L : (rank + 1) * L].contiguous() for name, t in whole.items()}
+        shifted = shift_labels(whole.pop("labels"))
+        begins = _begins_document(whole["position_ids"])[:, 1:]
+        whole["shift_labels"] = shifted.masked_fill(F.pad(begins, (0, 1)), IGNORED)
+    return {name: layout.deal(t, 1, rank, C) for name, t in whole.items()}
+
+
+def documents_from_positions(
+    position_ids: Tensor, group: Group, layout: Layout | None = None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Boundaries of packed documents, for ``AttentionSpec.documents``, from position_ids that restart.
+
+    Args:
+        position_ids: `[B or 1, L]`, this rank's rows; a document begins wherever they do not go on by one.
+        group: the ranks that hold the sequence.
+        layout: which rows a rank holds; None is contiguous.
+
+    Returns:
+        Boundaries ``(0, ..., S)`` by batch row, the same on every rank; None where every row is one document.
+
+    Raises:
+        ValueError: positions jump to another than 0, as they do when shards are out of order; on every rank
+            alike.
+    """
+    whole = (layout or Layout()).collect(gather_over_group(position_ids, group), 1)
+    begins = _begins_document(whole)
+    if bool((whole[begins] != 0).any()):
+        raise ValueError(
+            f"position_ids jump to {whole[begins].unique().tolist()}: a packed document must start at 0. Check that "
+            "the shards are in order and that positions are counted per document."
+        )
+    if int(begins.sum()) == begins.shape[0]:
+        return None
+    S = whole.shape[1]
+    return tuple((*row.nonzero().flatten().tolist(), S) for row in begins)
+
+
+def _begins_document(position_ids: Tensor) -> Tensor:
+    """`[B, S]`, True at the first token of each document."""
+    goes_on = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    return F.pad(~goes_on, (1, 0), value=True)
 
 
 def mean_token_loss(logits: Tensor, shifted_labels: Tensor, group: Group) -> Tensor:

@@ -48,14 +48,14 @@ class _FlashPackage(FlashForm):
 
     def refusal(self, request: KernelRequest) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        reason = cuda_refusal(request)
+        reason = cuda_refusal(request) or unserved(request, self.served)
         if reason is None and not _is_installed(self.package):
             reason = f"it is not installed ({self.install})"
         if reason is None and torch.cuda.is_available():
             major = torch.cuda.get_device_capability(request.device)[0]
             if major not in self.capabilities:
                 reason = f"it is not made for GPUs of compute capability {major}"
-        return reason or unserved(request, self.served)
+        return reason
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing | None
