@@ -15,7 +15,8 @@ from deepspeed_plugin.families import AttentionFacts, attention_facts, find_atte
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
+from upipe_integrations import AttentionSpec, KernelRequest, Schedule, UPipeConfig, select_kernel
+from upipe_integrations.kernels import KERNELS
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 
 _MILLION_TOKENS = 1 << 20
@@ -79,9 +80,7 @@ def attach(
         name: config.schedule(heads=fact.heads, kv_heads=fact.kv_heads, ranks=group.ranks)
         for name, fact in facts.items()
     }
-    kernels = {
-        select_kernel(config.kernel, KernelRequest(device, dtype, fact.head_dim)).name for fact in facts.values()
-    }
+    kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
     settings = LayerSettings(config, group, _disabled_in_eval(layers))
 
@@ -98,6 +97,16 @@ def attach(
         if "labels" in inspect.signature(module.forward).parameters
     ]
     return Attachment(_summary(facts, schedules, sorted(kernels), dtype), layers, guards)
+
+
+def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
+    request = KernelRequest(device, dtype, fact.head_dim, spec=AttentionSpec(window=fact.window))
+    kernel = select_kernel(config.kernel, request)
+    if kernel.name != "math" or device.type != "cuda":
+        return kernel.name
+    reasons = "; ".join(f"{other.name}: {other.refusal(request)}" for other in KERNELS.values() if other is not kernel)
+    return f"math, which is slow and was taken because no other can serve this ({reasons})"
 
 
 def _register_external(child: StagedAttention) -> None:

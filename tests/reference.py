@@ -34,6 +34,8 @@ class Layer:
     window: int | None = None
     softcap: float | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    kept: torch.Tensor | None = None
+    """`[heads, B, S, S]`, dropout as a factor on probabilities."""
 
     LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain", "sinks")
 
@@ -139,7 +141,10 @@ def attend(layer: Layer, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
         total = weights.sum(-1, keepdim=True)
         if "sinks" in leaves:
             total = total + torch.exp(leaves["sinks"][i])
-        outs.append(torch.einsum("bst,btd->bsd", weights / total, v))
+        weights = weights / total
+        if layer.kept is not None:
+            weights = weights * layer.kept[i]
+        outs.append(torch.einsum("bst,btd->bsd", weights, v))
     return torch.cat(outs, -1)
 
 

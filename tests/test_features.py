@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,8 +13,8 @@ from tests.engine import projections_of, relative_errors, run_sharded, spec_of
 from tests.ranks import run_ranks
 from tests.reference import attend, make_layer, reference
 from upipe_integrations import AttentionSpec, Dropout, FunctionKernel, Layout, Schedule, UPipeConfig, upipe_attention
-from upipe_integrations.kernels import KERNELS, KernelRequest
-from upipe_integrations.kernels.base import Kernel
+from upipe_integrations.kernels import KERNELS, KernelRequest, math
+from upipe_integrations.kernels.base import Kernel, regions
 
 # Any numbers of heads: ranks that do not divide them, KV heads and ranks that do not divide each other.
 UNEVEN = [(6, 3), (7, 7), (12, 2), (14, 2), (10, 5), (28, 4), (9, 3), (5, 1), (40, 8)]
@@ -208,21 +209,45 @@ def test_a_padded_tail_changes_nothing_before_it():
 # ---------------------------------------------------------------- dropout
 
 
-def _dropout_runs() -> list[dict[str, torch.Tensor]]:
-    layer = make_layer(8, 4, seq=24, batch=2, sinks=True)
+def _kept(layer, dropout: Dropout) -> torch.Tensor:
+    """The mask of every head as the math kernel draws it, for the reference."""
+    spec = spec_of(layer, dropout)
+    B, S = layer.x.shape[:2]
+    kept = torch.zeros(layer.heads, B, S, S, dtype=layer.x.dtype)
+    for head in range(layer.heads):
+        of_head = dataclasses.replace(spec, dropout=dataclasses.replace(dropout, heads=(head,)))
+        for region in regions(spec, B, S, math._BLOCK_ROWS):
+            part = kept[head, region.batch, region.rows, region.keys]
+            part.copy_(math._kept(torch.ones_like(part)[:, None], region, of_head)[:, 0])
+    return kept
+
+
+def _dropout_errors() -> dict[tuple, float]:
     C = dist.get_world_size()
-    return [run_sharded(layer, U, dist.group.WORLD, dropout=Dropout(0.4, seed=7)) for U in (C, 2 * C, 8) if U % C == 0]
+    worst = {}
+    dropout = Dropout(0.4, seed=7)
+    for names in [(), *((name,) for name in FEATURES)]:
+        for heads, U in ((8, C), (8, 2 * C), (7, C)):
+            if heads >= U:
+                layer = _layer(names, heads, 1 if heads == 7 else 4)
+                layer.kept = _kept(layer, dropout)
+                got = run_sharded(layer, U, dist.group.WORLD, dropout=dropout, layout=Layout.zigzag())
+                worst[names, heads, U] = max(relative_errors(got, reference(layer)).values())
+    return worst
 
 
-def test_dropout_does_not_depend_on_ranks_or_stages():
-    layer = make_layer(8, 4, seq=24, batch=2, sinks=True)
-    wanted = run_sharded(layer, 8, None, dropout=Dropout(0.4, seed=7))
-    for C in (2, 4):
-        for runs in run_ranks(C, _dropout_runs):
-            for got in runs:
-                assert max(relative_errors(got, wanted).values()) < 1e-10
-    other_seed = run_sharded(layer, 8, None, dropout=Dropout(0.4, seed=8))
-    assert relative_errors(other_seed, wanted)["out"] > 0.1
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_dropout_with_every_feature_does_not_depend_on_ranks_or_stages(ranks):
+    """One mask for the reference, whatever heads share a stage; and the same in backward as in forward."""
+    for worst in run_ranks(ranks, _dropout_errors):
+        assert len(worst) >= 2 * (len(FEATURES) + 1)
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+def test_another_seed_is_another_mask():
+    layer = make_layer(8, 4, seq=24)
+    one, other = (run_sharded(layer, 8, None, dropout=Dropout(0.4, seed=seed)) for seed in (7, 8))
+    assert relative_errors(other, one)["out"] > 0.1
 
 
 def test_dropout_gradients_are_those_of_its_forward():

@@ -8,7 +8,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import run_in_process
-from upipe_integrations import AttentionProjections, AttentionSpec, Projection, RotateHalf, Schedule, upipe_attention
+from upipe_integrations import (
+    AttentionProjections,
+    AttentionSpec,
+    Projection,
+    RotateHalf,
+    Schedule,
+    upipe_attention,
+    upipe_attention_qkv,
+)
 from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, PeakUnits, ulysses_peak, upipe_peak
 
 RANKS = 8
@@ -132,6 +140,33 @@ def _measured(layer: LayerShape, attention) -> PeakUnits:
         return PeakUnits(forward / unit, (live.peak - before) / unit)
 
 
+def _measured_given(layer: LayerShape, chunk_heads: int) -> PeakUnits:
+    """Peaks of the form for given heads, beyond q, k, v: its output and their gradients count."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    unit = TOKENS * layer.head_dim * 2
+    schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=chunk_heads)
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live:
+        q, k, v = (
+            torch.empty(1, TOKENS // RANKS, n, layer.head_dim, dtype=torch.bfloat16).requires_grad_()
+            for n in (layer.heads, layer.kv_heads, layer.kv_heads)
+        )
+        before = live.current
+        live.reset_peak()
+        out = upipe_attention_qkv(q, k, v, schedule, dist.group.WORLD, FlashWorkspace())
+        forward = live.peak - before
+        live.reset_peak()
+        out.backward(torch.empty_like(out))
+        return PeakUnits(forward / unit, (live.peak - before) / unit)
+
+
+def _given_form(layer: LayerShape, chunk_heads: int) -> PeakUnits:
+    """O(U) beyond output, incoming gradient and the gradients of q, k, v."""
+    h, k, n = layer.heads / RANKS, layer.kv_heads / RANKS, chunk_heads / RANKS
+    stage = 4 * n + 4 + 2 + 2 * n + (2 * n if n > 1 else 0)
+    return PeakUnits(h + 2 * n + 2 + h / 64, 2 * h + (h + 2 * k) + stage)
+
+
 def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
     """(measured, closed form) of every method for both models; run in a process with a fake group of 8."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,6 +187,8 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
             _measured(layer, lambda *t, D=D: _ulysses(*t, D, _OnePassRotary.apply)),
             ulysses_peak(layer, RANKS, one_pass_rotary=True),
         )
+        for U in (8, 16):
+            peaks[f"{name} given {U}"] = (_measured_given(layer, U), _given_form(layer, U))
         for U in (8, 16, 24, layer.heads):
             schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
             peaks[f"{name} upipe {U}"] = (
@@ -195,7 +232,7 @@ def test_usual_ulysses_measures_what_the_comparison_says(peaks, name, forward, t
 
 def test_every_peak_is_its_closed_form(peaks):
     checked = {name: pair for name, pair in peaks.items() if "two-step" not in name}
-    assert len(checked) == 12
+    assert len(checked) == 16
     for name, (measured, form) in checked.items():
         layer = LLAMA3_8B if name.startswith("8b") else QWEN3_32B
         # Not in the forms: weight gradients (q, k, v, o), and FlashAttention's row sums, 1/32 of a head.

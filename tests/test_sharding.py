@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.ranks import run_ranks
 from upipe_integrations import Layout
 from upipe_integrations.sharding import (
+    check_same_shape,
     documents_from_positions,
     mean_token_loss,
     padding_for,
@@ -45,6 +46,11 @@ def _shards() -> dict[str, object]:
             messages[name] = "accepted"
         except ValueError as error:
             messages[name] = str(error)
+    check_same_shape(ids, group)
+    try:
+        check_same_shape(ids[:, : 8 - rank], group)
+    except ValueError as error:
+        messages["tensors"] = str(error)
     return {"shard": shard, "given": given, "messages": messages}
 
 
@@ -69,6 +75,7 @@ def test_shards_are_contiguous_with_global_positions_and_whole_labels(shards):
         ("seeds", r"different batches: ranks \[1\] differ from rank 0.*data-parallel rank"),
         ("order", r"ranks \[1\] differ"),
         ("shape", r"ranks \[1\] differ"),
+        ("tensors", r"different shapes, by rank: \[\[1, 8\], \[1, 7\]\]"),
     ],
 )
 def test_bad_batches_are_refused_on_every_rank_alike(shards, case, message):

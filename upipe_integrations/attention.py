@@ -72,7 +72,8 @@ def upipe_attention(
     """Multi-head attention over a sequence that the ranks of `group` hold in shards.
 
     Args:
-        x: `[B, L, E]`, this rank's rows of the sequence. L must be the same on every rank.
+        x: `[B, L, E]`, this rank's rows of the sequence; the shape must be the same on every rank
+            (``sharding.check_same_shape``).
         projections: weights in checkpoint order, the same on every rank; rotary tables of this rank's rows.
         schedule: from ``UPipeConfig.schedule`` or ``Schedule.build``, for this group's ranks.
         group: sequence-parallel group, or None for a group of one.

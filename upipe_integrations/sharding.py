@@ -107,6 +107,20 @@ def _begins_document(position_ids: Tensor) -> Tensor:
     return F.pad(~goes_on, (1, 0), value=True)
 
 
+def check_same_shape(x: Tensor, group: Group) -> None:
+    """Raise ValueError, on every rank alike, unless `x` has the same shape on all ranks of `group`.
+
+    One small all-gather; attention itself does not ask, as ranks with other shapes than their peers would wait
+    for each other. Call it where batches come in.
+    """
+    shapes = gather_integers(list(x.shape), group, x.device)
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"the ranks of a sequence-parallel group hold tensors of different shapes, by rank: {shapes}. All must "
+            "hold shards of the same batch; pad the sequence before sharding it."
+        )
+
+
 def mean_token_loss(logits: Tensor, shifted_labels: Tensor, group: Group) -> Tensor:
     """This rank's share of the mean cross entropy over the group's labelled tokens.
 
