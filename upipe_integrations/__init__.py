@@ -8,7 +8,8 @@ from upipe_integrations.attention import AttentionProjections, compute_dtype, up
 from upipe_integrations.config import UPipeConfig
 from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
 from upipe_integrations.layout import Layout
-from upipe_integrations.projection import HeadFunction, Projection, RotateHalf
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import HeadFunction, OutputProjection, Projection, RotateHalf
 from upipe_integrations.schedule import Schedule
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "HeadFunction",
     "KernelRequest",
     "Layout",
+    "Mode",
+    "OutputProjection",
     "Projection",
     "RotateHalf",
     "Schedule",

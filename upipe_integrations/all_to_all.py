@@ -8,6 +8,8 @@ heads, so that the buffer *is* the whole sequence ``[S, B, n, D]`` and attention
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +35,29 @@ def exchange(send: Tensor, group: Group) -> Tensor:
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)
     return received
+
+
+@dataclass
+class InFlight:
+    """An exchange that was started; :meth:`wait` gives what was received."""
+
+    send: Tensor
+    received: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """What was received; the send buffer may be reused then."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def start_exchange(send: Tensor, group: Group) -> InFlight:
+    """:func:`exchange`, not waited for: it goes on while this rank computes."""
+    if group_ranks(group) == 1:
+        return InFlight(send, send, None)
+    received = torch.empty_like(send)
+    return InFlight(send, received, dist.all_to_all_single(received, send, group=group, async_op=True))
 
 
 def gather_over_group(value: Tensor, group: Group) -> list[Tensor]:

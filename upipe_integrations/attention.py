@@ -26,36 +26,29 @@ from upipe_integrations.all_to_all import (
     exchange,
     group_rank,
     group_ranks,
-    send_view,
     sequence_pieces,
 )
-from upipe_integrations.heads import put_heads, take_heads
+from upipe_integrations.heads import put_heads
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
 from upipe_integrations.layout import Layout
-from upipe_integrations.projection import GivenHeads, GivenHeadsGradient, Projection, ProjectionGradient
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import (
+    GivenHeads,
+    GivenHeadsGradient,
+    OutputProjection,
+    Projection,
+    ProjectionGradient,
+)
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
 
 
 @dataclass(frozen=True)
 class AttentionProjections:
-    """Where query, key and value heads come from: projections of x, or tensors that are given."""
+    """The query, key and value projections of one attention layer."""
 
-    q: Projection | GivenHeads
-    k: Projection | GivenHeads
-    v: Projection | GivenHeads
-
-    def tensors(self) -> list[Tensor | None]:
-        """Every tensor read, q's first."""
-        return [*self.q.tensors(), *self.k.tensors(), *self.v.tensors()]
-
-    def with_tensors(self, tensors: Iterator[Tensor | None]) -> AttentionProjections:
-        """The same with other tensors."""
-        q, k, v = (source.with_tensors(tensors) for source in (self.q, self.k, self.v))
-        return AttentionProjections(q, k, v)
-
-    def without_tensors(self) -> AttentionProjections:
-        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
-        return self.with_tensors(iter([None if t is None else t.new_empty(0) for t in self.tensors()]))
+    q: Projection
+    k: Projection
+    v: Projection
 
 
 def upipe_attention(
@@ -68,6 +61,8 @@ def upipe_attention(
     *,
     layout: Layout | None = None,
     sinks: Tensor | None = None,
+    output: OutputProjection | None = None,
+    mode: Mode | None = None,
 ) -> Tensor:
     """Multi-head attention over a sequence that the ranks of `group` hold in shards.
 
@@ -82,11 +77,13 @@ def upipe_attention(
         layout: which rows a rank holds; None is contiguous, rank r holding rows ``[r * L, (r + 1) * L)``.
         sinks: `[H]`, one logit per query head that takes part in its softmax without a value, the same on
             every rank; each rank gets the gradient of the heads it attends.
+        output: the output projection, for modes that fuse it; required by them and refused by the others.
+        mode: what is kept for backward; None keeps the attention output.
 
     Returns:
-        `[B, L, H * Dv]` in checkpoint order, as the output projection takes it, in the dtype of `x` (under
-        autocast: autocast's). Differentiable once, in x, weights, biases, sinks and the tensors of head
-        functions.
+        `[B, L, H * Dv]` in checkpoint order, as the output projection takes it, or `[B, L, Y]` after it where
+        the mode fuses it; in the dtype of `x` (under autocast: autocast's). Differentiable once, in x, weights,
+        biases, sinks and the tensors of head functions.
 
     Raises:
         ValueError: shapes, dtypes, schedule, group, layout and kernel do not fit together, or the kernel
@@ -97,12 +94,15 @@ def upipe_attention(
             f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating point [batch, rows of this rank, input size]."
         )
     _check_projections(x, projections, schedule)
-    call = _Call(projections, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), compute_dtype(x))
+    mode = mode or Mode()
+    _check_output(output, mode, projections, schedule)
+    sources = _Sources(projections.q, projections.k, projections.v, output)
+    call = _Call(sources, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), mode, compute_dtype(x))
     _check(call, x.shape[0], x.shape[1], x.device, sinks)
-    out: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
-        call.without_tensors(), x, sinks, *projections.tensors()
+    result: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
+        call.without_tensors(), x, sinks, *sources.tensors()
     )
-    return out
+    return result
 
 
 def upipe_attention_qkv(
@@ -144,8 +144,8 @@ def upipe_attention_qkv(
                 f"{name} of shape {tuple(t.shape)} and {t.dtype}: must be {q.dtype} [batch, rows of this rank, "
                 f"{heads} heads, head size] for this schedule, with batch and rows as q's."
             )
-    heads_given = AttentionProjections(GivenHeads(q), GivenHeads(k), GivenHeads(v))
-    call = _Call(heads_given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), q.dtype)
+    given = _Sources(GivenHeads(q), GivenHeads(k), GivenHeads(v), None)
+    call = _Call(given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), Mode(), q.dtype)
     _check(call, q.shape[0], q.shape[1], q.device, sinks)
     out: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
         call.without_tensors(), None, sinks, q, k, v
@@ -182,6 +182,24 @@ def _check_projections(x: Tensor, projections: AttentionProjections, schedule: S
                 )
 
 
+def _check_output(
+    output: OutputProjection | None, mode: Mode, projections: AttentionProjections, schedule: Schedule
+) -> None:
+    if mode.fuses_output != (output is not None):
+        raise ValueError(
+            f"memory mode {mode.memory!r} with{'out' if output is None else ''} an output projection: 'fused' and "
+            "'blocks' need it, 'keep' and 'recompute' leave it to the caller. Pass output=OutputProjection(weight, "
+            "bias) exactly with the former."
+        )
+    if output is not None:
+        width = schedule.heads * projections.v.head_dim
+        if output.weight.dim() != 2 or output.weight.shape[1] != width:
+            raise ValueError(
+                f"output weight of shape {tuple(output.weight.shape)}: must be [output size, {width}], "
+                f"{schedule.heads} heads of {projections.v.head_dim}."
+            )
+
+
 def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tensor | None) -> None:
     schedule, spec, kernel = call.schedule, call.spec, call.kernel
     if schedule.ranks != group_ranks(call.group):
@@ -191,7 +209,7 @@ def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tens
         )
     S = rows * schedule.ranks
     call.layout.check(S, schedule.ranks)
-    q, k, v = call.projections.q, call.projections.k, call.projections.v
+    q, k, v = call.sources.q, call.sources.k, call.sources.v
     if q.head_dim != k.head_dim:
         raise ValueError(f"query heads of {q.head_dim} and key heads of {k.head_dim}: must have the same size.")
     if sinks is not None and tuple(sinks.shape) != (schedule.heads,):
@@ -213,40 +231,79 @@ def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tens
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Everything of one call; outside forward and backward its projections hold no tensors."""
+class _Sources:
+    """Where query, key and value heads come from (projections of x, or tensors that are given), and where the
+    attended heads go: to the output projection, or (None) to the caller."""
 
-    projections: AttentionProjections
+    q: Projection | GivenHeads
+    k: Projection | GivenHeads
+    v: Projection | GivenHeads
+    output: OutputProjection | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Every tensor read, q's first."""
+        return [t for source in (self.q, self.k, self.v, self.output) if source for t in source.tensors()]
+
+    def with_tensors(self, tensors: Iterator[Tensor | None]) -> _Sources:
+        """The same with other tensors."""
+        q, k, v = (source.with_tensors(tensors) for source in (self.q, self.k, self.v))
+        return _Sources(q, k, v, None if self.output is None else self.output.with_tensors(tensors))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some heads to send: a source, what it reads, and which heads."""
+
+    source: Projection | GivenHeads
+    x: Tensor | None
+    chunk: HeadChunk
+    padding_is_zero: bool = False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Everything of one call; outside forward and backward its sources hold no tensors."""
+
+    sources: _Sources
     schedule: Schedule
     group: Group
     kernel: Kernel
     spec: AttentionSpec
     layout: Layout
+    mode: Mode
     dtype: torch.dtype
 
     def without_tensors(self) -> _Call:
-        """The same call without its projections' tensors."""
-        return dataclasses.replace(self, projections=self.projections.without_tensors())
+        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
+        return self.with_tensors([None if t is None else t.new_empty(0) for t in self.sources.tensors()])
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> _Call:
-        """The same call with its projections' tensors in place."""
-        return dataclasses.replace(self, projections=self.projections.with_tensors(iter(tensors)))
+        """The same call with its sources' tensors in place."""
+        return dataclasses.replace(self, sources=self.sources.with_tensors(iter(tensors)))
 
-    def heads_of(self, source: Projection | GivenHeads, x: Tensor | None, chunk: HeadChunk) -> Tensor:
-        """A stage's heads over the whole sequence: `[B, n, S, D]`."""
-        return self._attention_view(exchange(source.send_buffer(x, chunk), self.group))
-
-    def heads_from(self, full: Tensor, chunk: HeadChunk, *, padding_is_zero: bool = False) -> Tensor:
-        """A stage's heads of `[B, L, H, D]` over the whole sequence: `[B, n, S, D]`."""
-        send = send_view(take_heads(full, chunk.by_rank, 2), self.schedule.ranks).contiguous()
-        if padding_is_zero:
-            for position in chunk.padding:
-                rank, j = divmod(position, chunk.per_rank)
-                send[rank, :, :, j] = 0
-        return self._attention_view(exchange(send, self.group))
-
-    def _attention_view(self, received: Tensor) -> Tensor:
-        return self.layout.to_natural(attention_view(received), 2, self.schedule.ranks)
+    def fetch(self, *parts: _Part) -> list[Tensor]:
+        """The parts' heads over the whole sequence, `[B, n, S, D]` each: one exchange where sizes allow."""
+        if len({part.source.head_dim for part in parts}) > 1:
+            return [heads for part in parts for heads in self.fetch(part)]
+        B, L = parts[0].source.shape_of(parts[0].x)
+        widths = [part.chunk.per_rank for part in parts]
+        reads = parts[0].source.tensors()[0]
+        assert reads is not None
+        send = torch.empty(
+            self.schedule.ranks,
+            L,
+            B,
+            sum(widths),
+            parts[0].source.head_dim,
+            dtype=self.dtype,
+            device=reads.device,
+        )
+        for part, target in zip(parts, send.split(widths, 3), strict=True):
+            part.source.write(part.x, part.chunk, target)
+            if part.padding_is_zero:
+                _zero_padding(target, part.chunk)
+        received = attention_view(exchange(send, self.group))
+        return list(self.layout.to_natural(received, 2, self.schedule.ranks).split(widths, 1))
 
     def to_pieces(self, attended: Tensor) -> Tensor:
         """`[B, n, S, D]` -> `[C, L, B, n, D]` to send back."""
@@ -269,36 +326,56 @@ class _Call:
         rank = group_rank(self.group)
         return None if stage.grouped_evenly(rank) else torch.tensor(stage.kv_of_q[rank], device=device)
 
+    def attend(self, stage: Stage, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a stage."""
+        pairing = self.pairing(stage, q.device)
+        out, lse = self.kernel.forward(q, _paired(k, pairing), _paired(v, pairing), self.spec_of(stage))
+        if sinks is not None:
+            return _with_sinks(out, lse, sinks[list(self.heads_here(stage))])
+        return out, lse
+
+
+def _zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
+    """Make the repeated heads of `[C, L, B, n, D]` zero."""
+    for position in chunk.padding:
+        rank, j = divmod(position, chunk.per_rank)
+        pieces[rank, :, :, j] = 0
+
 
 def _forward(call: _Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """(out `[B, L, H, Dv]`, each stage's lse)."""
-    q, k, v = call.projections.q, call.projections.k, call.projections.v
-    out: Tensor | None = None
+    """(result, each stage's lse); the result is `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection."""
+    sources = call.sources
+    result: Tensor | None = None
     lses = []
     kh = vh = None
+    shape = sources.q.shape_of(x)
     for stage in call.schedule.stages:
         if stage.opens_kv:
             kh = vh = None
-            kh, vh = call.heads_of(k, x, stage.kv), call.heads_of(v, x, stage.kv)
+            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
         assert kh is not None and vh is not None
-        qh = call.heads_of(q, x, stage.q)
-        pairing = call.pairing(stage, qh.device)
-        o, lse = call.kernel.forward(qh, _paired(kh, pairing), _paired(vh, pairing), call.spec_of(stage))
+        (qh,) = call.fetch(_Part(sources.q, x, stage.q))
+        o, lse = call.attend(stage, qh, kh, vh, sinks)
         del qh
         if stage.closes_kv:
             kh = vh = None
-        if sinks is not None:
-            o, lse = _with_sinks(o, lse, sinks[list(call.heads_here(stage))])
         lses.append(lse)
         o = call.to_pieces(o)
         o = exchange(o, call.group)
-        if out is None:
-            _, L, B, _, D = o.shape
-            out = o.new_empty(B, L, call.schedule.heads, D)
-        put_heads(out, stage.q, 2, o.permute(2, 1, 0, 3, 4))
+        if sources.output is not None:
+            _zero_padding(o, stage.q)
+            result = sources.output.add(result, o, stage.q, call.mode.sum_dtype(call.dtype))
+        else:
+            if result is None:
+                result = o.new_empty(*shape, call.schedule.heads, o.shape[4])
+            put_heads(result, stage.q, 2, o.permute(2, 1, 0, 3, 4))
         del o
-    assert out is not None
-    return out, lses
+    assert result is not None
+    if sources.output is None:
+        return result, lses
+    if sources.output.bias is not None:
+        result += sources.output.bias.to(result.dtype)
+    return result.to(call.dtype).view(*shape, -1), lses
 
 
 @dataclass
@@ -309,37 +386,48 @@ class _Gradients:
     k: ProjectionGradient | GivenHeadsGradient
     v: ProjectionGradient | GivenHeadsGradient
     sinks: Tensor | None
+    output: Tensor | None
     dx: Tensor | None = None
 
 
 def _backward(
     call: _Call,
-    dout: Tensor,
+    grad: Tensor,
     x: Tensor | None,
     sinks: Tensor | None,
-    out: Tensor,
-    lses: list[Tensor],
+    kept: tuple[Tensor, list[Tensor]] | None,
     grads: _Gradients,
 ) -> None:
-    """Adds to `grads`; its dx becomes `[B * L, E]`. `dout` and `out` are `[B, L, H, Dv]`."""
-    q, k, v = call.projections.q, call.projections.k, call.projections.v
+    """Adds to `grads`; its dx becomes `[B * L, E]`.
+
+    `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `kept` is what forward
+    gave (out `[B, L, H, Dv]` and lse), or None where a stage's attention is run again.
+    """
+    sources = call.sources
     kh = vh = dk = dv = None
-    for stage, lse in zip(call.schedule.stages, lses, strict=True):
+    for number, stage in enumerate(call.schedule.stages):
         if stage.opens_kv:
-            kh, vh = call.heads_of(k, x, stage.kv), call.heads_of(v, x, stage.kv)
+            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
         assert kh is not None and vh is not None
-        qh = call.heads_of(q, x, stage.q)
-        doh = call.heads_from(dout, stage.q, padding_is_zero=True)
-        oh = call.heads_from(out, stage.q)
+        parts = [_Part(sources.q, x, stage.q), _dout_part(sources, grad, stage)]
+        if kept is None:
+            qh, doh = call.fetch(*parts)
+            oh, lse = call.attend(stage, qh, kh, vh, sinks)
+        else:
+            qh, doh, oh = call.fetch(*parts, _Part(GivenHeads(kept[0]), None, stage.q))
+            lse = kept[1][number]
         if grads.sinks is not None and sinks is not None:
             _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), doh, oh, lse)
         pairing = call.pairing(stage, qh.device)
         dq, dk_stage, dv_stage = call.kernel.backward(
             doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec_of(stage)
         )
-        del qh, doh, oh
-        dk = _accumulated(dk, dk_stage, kh, pairing)
-        dv = _accumulated(dv, dv_stage, vh, pairing)
+        del qh, doh, lse
+        if sources.output is None:
+            del oh
+        sum_dtype = kh.dtype if stage.opens_kv and stage.closes_kv else call.mode.kv_sum_dtype(kh.dtype)
+        dk = _accumulated(dk, dk_stage, kh, pairing, sum_dtype)
+        dv = _accumulated(dv, dv_stage, vh, pairing, sum_dtype)
         del dk_stage, dv_stage
         if stage.closes_kv:
             kh = vh = None
@@ -347,15 +435,29 @@ def _backward(
         dq = exchange(dq, call.group)
         grads.dx = grads.q.add(dq, x, stage.q, grads.dx)
         del dq
+        if sources.output is not None:
+            if grads.output is not None:
+                oh = call.to_pieces(oh)
+                oh = exchange(oh, call.group)
+                _zero_padding(oh, stage.q)
+                sources.output.add_weight_gradient(grads.output, oh, grad, stage.q)
+            del oh
         if stage.closes_kv:
-            dk = call.to_pieces(dk)
+            dk = call.to_pieces(dk.to(call.dtype))
             dk = exchange(dk, call.group)
             grads.dx = grads.k.add(dk, x, stage.kv, grads.dx)
             dk = None
-            dv = call.to_pieces(dv)
+            dv = call.to_pieces(dv.to(call.dtype))
             dv = exchange(dv, call.group)
             grads.dx = grads.v.add(dv, x, stage.kv, grads.dx)
             dv = None
+
+
+def _dout_part(sources: _Sources, grad: Tensor, stage: Stage) -> _Part:
+    """A stage's gradient of the attended heads: part of `grad`, or of what it is behind the output projection."""
+    if sources.output is None:
+        return _Part(GivenHeads(grad), None, stage.q, padding_is_zero=True)
+    return _Part(sources.output.by_head(sources.v.head_dim), grad, stage.q, padding_is_zero=True)
 
 
 def _paired(kv: Tensor, pairing: Tensor | None) -> Tensor:
@@ -363,11 +465,11 @@ def _paired(kv: Tensor, pairing: Tensor | None) -> Tensor:
     return kv if pairing is None else kv.index_select(1, pairing)
 
 
-def _accumulated(total: Tensor | None, part: Tensor, kv: Tensor, pairing: Tensor | None) -> Tensor:
+def _accumulated(total: Tensor | None, part: Tensor, kv: Tensor, pairing: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`total` plus a stage's gradient of `kv`, in place; the first part is taken as it is."""
     if pairing is not None:
         part = torch.zeros_like(kv).index_add_(1, pairing, part)
-    return part if total is None else total.add_(part)
+    return part.to(dtype) if total is None else total.add_(part)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,40 +499,59 @@ class _UPipeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor | None, sinks: Tensor | None, *tensors: Tensor | None) -> Tensor:
         with torch.autocast(_device_type(tensors), enabled=False):
-            out, lses = _forward(call.with_tensors(tensors), _cast(x, call.dtype), sinks)
-        result = out.flatten(2, 3)
+            result, lses = _forward(call.with_tensors(tensors), _cast(x, call.dtype), sinks)
+        if call.sources.output is None:
+            result = result.flatten(2, 3)
         ctx.call = call
-        ctx.save_for_backward(x, sinks, result, *tensors, *lses)
+        kept = [result, *lses] if call.mode.memory == "keep" else []
+        ctx.save_for_backward(x, sinks, *tensors, *kept)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, sinks, result, *saved = ctx.saved_tensors
-        stages = len(ctx.call.schedule.stages)
-        tensors, lses = saved[:-stages], saved[-stages:]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        read = len(ctx.call.sources.tensors())
+        x, sinks, *rest = ctx.saved_tensors
+        tensors, kept = rest[:read], rest[read:]
         call: _Call = ctx.call.with_tensors(tensors)
+        sources = call.sources
         wants_sinks, *of_tensors = ctx.needs_input_grad[2:]
         wanted = iter(of_tensors)
+        sum_dtype = call.mode.sum_dtype(call.dtype)
         grads = _Gradients(
-            call.projections.q.gradient(wanted),
-            call.projections.k.gradient(wanted),
-            call.projections.v.gradient(wanted),
+            sources.q.gradient(wanted, sum_dtype),
+            sources.k.gradient(wanted, sum_dtype),
+            sources.v.gradient(wanted, sum_dtype),
             torch.zeros_like(sinks) if sinks is not None and wants_sinks else None,
+            None,
         )
+        of_output: list[Tensor | None] = []
+        if sources.output is not None:
+            grads.output = torch.zeros_like(sources.output.weight) if next(wanted) else None
+            of_output = [grads.output, _summed(grad, sources.output.bias) if next(wanted) else None]
         heads = (call.schedule.heads, -1)
         with torch.autocast(_device_type(tensors), enabled=False):
             _backward(
                 call,
-                dout.unflatten(2, heads),
+                grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads),
                 _cast(x, call.dtype),
                 sinks,
-                result.unflatten(2, heads),
-                lses,
+                (kept[0].unflatten(2, heads), kept[1:]) if kept else None,
                 grads,
             )
         dx = None if x is None or grads.dx is None else grads.dx.to(x.dtype).view_as(x)
-        return None, dx, grads.sinks, *(t for g in (grads.q, grads.k, grads.v) for t in g.tensors())
+        return (
+            None,
+            dx,
+            grads.sinks,
+            *(t for g in (grads.q, grads.k, grads.v) for t in g.tensors()),
+            *of_output,
+        )
+
+
+def _summed(grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The gradient of a bias."""
+    return None if bias is None else grad.flatten(0, -2).sum(0).to(bias.dtype)
 
 
 def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -45,6 +45,14 @@ def take_heads(tensor: Tensor, rows: HeadRows, dim: int) -> Tensor:
     return view.flatten(dim, dim + 1)
 
 
+def copy_heads(tensor: Tensor, rows: HeadRows, dim: int, target: Tensor) -> None:
+    """Copy the heads along `dim` to `target`, whose dimensions `dim` and `dim + 1` are rows and heads of a row."""
+    view = _view(tensor, rows, dim)
+    if view is None:
+        view = tensor.index_select(dim, _index(rows, tensor.device)).unflatten(dim, (len(rows), -1))
+    target.copy_(view)
+
+
 def put_heads(tensor: Tensor, chunk: HeadChunk, dim: int, values: Tensor) -> None:
     """Write the chunk's real heads to `tensor`.
 

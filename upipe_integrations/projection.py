@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
-from upipe_integrations.heads import HeadRows, add_heads, take_heads
+from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.schedule import HeadChunk
 
 
@@ -111,12 +111,17 @@ class Projection:
             rotary = RotateHalf(_next(tensors), _next(tensors))
         return Projection(weight, self.head_dim, bias, function, rotary)
 
-    def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
-        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
-        return ProjectionGradient.zeros(self, wanted)
+    def gradient(self, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
+        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so; dx in `sum_dtype`."""
+        return ProjectionGradient.zeros(self, wanted, sum_dtype)
 
-    def send_buffer(self, x: Tensor | None, chunk: HeadChunk) -> Tensor:
-        """The chunk's heads of `x` `[B, L, E]`, ready to exchange: `[C, L, B, n, D]`."""
+    def shape_of(self, x: Tensor | None) -> tuple[int, int]:
+        """(B, L)."""
+        assert x is not None
+        return x.shape[0], x.shape[1]
+
+    def write(self, x: Tensor | None, chunk: HeadChunk, send: Tensor) -> None:
+        """Write the chunk's heads of `x` `[B, L, E]` to a send buffer `[C, L, B, n, D]` of any strides."""
         assert x is not None
         heads = self._project(x, chunk.distinct)
         if self.function is not None:
@@ -124,12 +129,10 @@ class Projection:
         if chunk.is_replicated:
             heads = heads.index_select(2, _positions(chunk, x.device))
         source = send_view(heads, len(chunk.by_rank))
-        del heads
         if self.rotary is None:
-            return source.contiguous()
-        buffer = source.new_empty(source.shape)
-        self.rotary.rotate(source, buffer)
-        return buffer
+            send.copy_(source)
+        else:
+            self.rotary.rotate(source, send)
 
     def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
         """`[B, L, E]` -> `[B, L, heads, D]`."""
@@ -150,17 +153,18 @@ class ProjectionGradient:
     projection: Projection
     weight: Tensor | None
     bias: Tensor | None
+    sum_dtype: torch.dtype
     function: list[Tensor | None] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
+    def zeros(cls, projection: Projection, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
         """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
         tensors = projection.tensors()
         grads = [
             torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=False)
         ]
         read = len(projection.function.tensors) if projection.function else 0
-        return cls(projection, grads[0], grads[1], grads[2 : 2 + read])
+        return cls(projection, grads[0], grads[1], sum_dtype, grads[2 : 2 + read])
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``Projection.tensors``; rotary tables get none."""
@@ -182,7 +186,7 @@ class ProjectionGradient:
         if self.bias is not None:
             self._add_rows(self.bias, rows.sum(0), heads)
         weight = projection._rows(projection.weight, heads, x.dtype)
-        return rows @ weight if dx is None else dx.addmm_(rows, weight)
+        return add_product(dx, rows, weight, self.sum_dtype)
 
     def _add_rows(self, total: Tensor, rows: Tensor, heads: HeadRows) -> None:
         """Add `rows` of a weight or bias gradient where `heads` are."""
@@ -248,13 +252,17 @@ class GivenHeads:
         """Another tensor in its place."""
         return GivenHeads(_next(tensors))
 
-    def gradient(self, wanted: Iterator[bool]) -> GivenHeadsGradient:
+    def gradient(self, wanted: Iterator[bool], sum_dtype: torch.dtype) -> GivenHeadsGradient:
         """Zero gradient, or none where `wanted` says so."""
         return GivenHeadsGradient(torch.zeros_like(self.tensor) if next(wanted) else None)
 
-    def send_buffer(self, x: Tensor | None, chunk: HeadChunk) -> Tensor:
-        """The chunk's heads, ready to exchange: `[C, L, B, n, D]`."""
-        return send_view(take_heads(self.tensor, chunk.by_rank, 2), len(chunk.by_rank)).contiguous()
+    def shape_of(self, x: Tensor | None) -> tuple[int, int]:
+        """(B, L)."""
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def write(self, x: Tensor | None, chunk: HeadChunk, send: Tensor) -> None:
+        """Write the chunk's heads to a send buffer `[C, L, B, n, D]` of any strides."""
+        copy_heads(self.tensor, chunk.by_rank, 2, send.permute(2, 1, 0, 3, 4))
 
 
 @dataclass
@@ -272,6 +280,64 @@ class GivenHeadsGradient:
         if self.tensor is not None:
             add_heads(self.tensor, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
         return None
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """The output projection, inside the stage loop: y is summed over stages and heads are never all there.
+
+    Args:
+        weight: `[Y, H * Dv]` in checkpoint order, as in ``nn.Linear``.
+        bias: `[Y]` or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Like ``Projection.tensors``."""
+        return [self.weight, self.bias]
+
+    def with_tensors(self, tensors: Iterator[Tensor | None]) -> OutputProjection:
+        """The same projection of other tensors."""
+        return OutputProjection(_next(tensors), next(tensors))
+
+    def by_head(self, head_dim: int) -> Projection:
+        """The same weight seen from y's side: it projects dy to the gradient of the heads."""
+        return Projection(self.weight.t(), head_dim)
+
+    def add(self, y: Tensor | None, received: Tensor, chunk: HeadChunk, sum_dtype: torch.dtype) -> Tensor:
+        """y `[B * L, Y]` (None: nothing yet) plus the chunk's attended heads, projected.
+
+        Heads are `[C, L, B, n, Dv]`; repeated ones must be zero.
+        """
+        rows = _by_token(received)
+        weight = self.by_head(received.shape[4])._rows(self.weight.t(), chunk.by_rank, received.dtype)
+        return add_product(y, rows, weight, sum_dtype)
+
+    def add_weight_gradient(self, total: Tensor, received: Tensor, dy: Tensor, chunk: HeadChunk) -> None:
+        """Add to `total` `[Y, H * Dv]` what the chunk's attended heads and dy `[B, L, Y]` contribute."""
+        C, _, _, n, D = received.shape
+        rows = _by_token(received).t() @ dy.flatten(0, 1)
+        split = rows.to(total.dtype).unflatten(0, (C, n, D))
+        add_heads(total.t().unflatten(0, (-1, D)), chunk.by_rank, 0, split)
+
+
+def _by_token(received: Tensor) -> Tensor:
+    """`[C, L, B, n, D]` -> `[B * L, C * n * D]`."""
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 4).flatten(0, 1)
+
+
+def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + rows @ weight, in place, summed in `dtype`; a new tensor where total is None."""
+    if dtype == rows.dtype:
+        return rows @ weight if total is None else total.addmm_(rows, weight)
+    if total is None:
+        total = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype)
+    # In pieces, so that the product in the narrower dtype does not need the whole of its memory.
+    for target, part in zip(total.chunk(8), rows.chunk(8), strict=True):
+        target.add_(part @ weight)
+    return total
 
 
 def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:

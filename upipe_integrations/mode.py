@@ -1,0 +1,50 @@
+"""What a layer keeps for backward, and in which precision it sums: the trade of memory against work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MEMORY = ("keep", "recompute", "fused", "blocks")
+"""From most memory and least work to least memory and most work; see :class:`Mode`."""
+ACCUMULATE = ("auto", "float32")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a layer trades memory for work.
+
+    Args:
+        memory: ``"keep"`` keeps the attention output and lse for backward (as FlashAttention does);
+            ``"recompute"`` keeps neither and attends each stage again in backward, so that the output may be
+            freed before; ``"fused"`` does so with the output projection inside the stage loop, so that neither
+            the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
+            backward, besides.
+        query_blocks: blocks of a rank's rows in ``"blocks"``.
+        accumulate: ``"auto"`` sums y, dx and a stage's dK, dV in the compute dtype, but dK and dV over blocks in
+            float32; ``"float32"`` sums everything in float32.
+    """
+
+    memory: str = "keep"
+    query_blocks: int = 4
+    accumulate: str = "auto"
+
+    @property
+    def fuses_output(self) -> bool:
+        """Whether the output projection is in the stage loop."""
+        return self.memory in ("fused", "blocks")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a rank's rows in backward; 1 is none."""
+        return self.query_blocks if self.memory == "blocks" else 1
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that y and dx are summed in over stages."""
+        return torch.promote_types(dtype, torch.float32) if self.accumulate == "float32" else dtype
+
+    def kv_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that dK and dV are summed in over stages and blocks."""
+        exact = self.accumulate == "float32" or self.blocks > 1
+        return torch.promote_types(dtype, torch.float32) if exact else dtype
