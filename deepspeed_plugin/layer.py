@@ -120,11 +120,13 @@ def remember_documents(position_ids: Tensor, documents: tuple[tuple[int, ...], .
 
 
 def documents_of(position_ids: Any) -> tuple[tuple[int, ...], ...] | None:
-    """What was remembered for `position_ids`.
+    """What was remembered for `position_ids`; None for a layer that is called by itself, without any.
 
     Raises:
         ValueError: nothing was: the model was not entered through its own forward.
     """
+    if position_ids is None:
+        return None
     if not hasattr(position_ids, _DOCUMENTS):
         raise ValueError(
             "upipe: an attention layer was called with position_ids that the model was not called with. Call the "
