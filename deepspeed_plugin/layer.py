@@ -29,6 +29,7 @@ from upipe_integrations import (
     select_kernel,
     upipe_attention,
 )
+from upipe_integrations.sharding import documents_from_positions
 
 CHILD = "upipe"
 """Name of the child module under an attention module."""
@@ -119,19 +120,16 @@ def remember_documents(position_ids: Tensor, documents: tuple[tuple[int, ...], .
     setattr(position_ids, _DOCUMENTS, documents)
 
 
-def documents_of(position_ids: Any) -> tuple[tuple[int, ...], ...] | None:
-    """What was remembered for `position_ids`; None for a layer that is called by itself, without any.
+def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tuple[int, ...], ...] | None:
+    """What was remembered for `position_ids`; None without them.
 
-    Raises:
-        ValueError: nothing was: the model was not entered through its own forward.
+    A layer that is called by itself, or with other tensors than the model was (some checkpointing detaches
+    them), finds out from the positions, by an exchange of its own.
     """
     if position_ids is None:
         return None
     if not hasattr(position_ids, _DOCUMENTS):
-        raise ValueError(
-            "upipe: an attention layer was called with position_ids that the model was not called with. Call the "
-            "model, not its layers, and leave position_ids as they are on the way to the layers."
-        )
+        remember_documents(position_ids, documents_from_positions(position_ids, group.process_group))
     remembered: tuple[tuple[int, ...], ...] | None = getattr(position_ids, _DOCUMENTS)
     return remembered
 
@@ -181,7 +179,7 @@ def staged_forward(
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
-    documents = documents_of(options.get("position_ids"))
+    documents = documents_of(options.get("position_ids"), child.settings.group)
     # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
     out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
     return attention.o_proj(out), None
