@@ -12,6 +12,8 @@ from upipe_integrations import (
     Dropout,
     HeadFunction,
     Layout,
+    Mode,
+    OutputProjection,
     Projection,
     RotateHalf,
     Schedule,
@@ -53,6 +55,7 @@ def run_sharded(
     layout: Layout | None = None,
     dropout: Dropout | None = None,
     partial: str | None = None,
+    mode: Mode | None = None,
 ) -> dict[str, torch.Tensor]:
     """Output and gradients as :func:`tests.reference.reference` gives them: full sequence, summed over ranks.
 
@@ -71,7 +74,21 @@ def run_sharded(
     projections = projections_of(layer, leaves, rows)
     spec, sinks = spec_of(layer, dropout), leaves.get("sinks")
     if partial is None:
-        out = upipe_attention(leaves["x"], projections, schedule, group, chosen, spec, layout=layout, sinks=sinks)
+        fuses = mode is not None and mode.fuses_output
+        out = upipe_attention(
+            leaves["x"],
+            projections,
+            schedule,
+            group,
+            chosen,
+            spec,
+            layout=layout,
+            sinks=sinks,
+            output=OutputProjection(leaves["wo"], leaves.get("bo")) if fuses else None,
+            mode=mode,
+        )
+        if "wo" in leaves and not fuses:
+            out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
     else:
         first = partial == "sequence"
         q, k, v = (_projected(p, leaves["x"]) for p in (projections.q, projections.k, projections.v))

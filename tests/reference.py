@@ -27,6 +27,8 @@ class Layer:
     q_gain: torch.Tensor | None = None
     k_gain: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    wo: torch.Tensor | None = None
+    bo: torch.Tensor | None = None
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     causal: bool = True
@@ -37,7 +39,7 @@ class Layer:
     kept: torch.Tensor | None = None
     """`[heads, B, S, S]`, dropout as a factor on probabilities."""
 
-    LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain", "sinks")
+    LEAVES = ("x", "wq", "wk", "wv", "bq", "bk", "bv", "q_gain", "k_gain", "sinks", "wo", "bo")
 
     def leaves(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in self.LEAVES if getattr(self, name) is not None}
@@ -55,6 +57,7 @@ def make_layer(
     bias: bool = False,
     norm: bool = False,
     sinks: bool = False,
+    output: bool = False,
     rotary: bool = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -74,6 +77,7 @@ def make_layer(
         angle = torch.cat([angle, angle], -1)[None]
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     w = 1.0 / math.sqrt(size)
+    out_size = size + 4 if output else heads * value_dim
     return Layer(
         heads,
         kv_heads,
@@ -83,13 +87,15 @@ def make_layer(
         wq=rand(heads * head_dim, size, scale=2 * w),
         wk=rand(kv_heads * head_dim, size, scale=2 * w),
         wv=rand(kv_heads * value_dim, size, scale=w),
-        dout=rand(batch, seq, heads * value_dim),
+        dout=rand(batch, seq, out_size),
         bq=rand(heads * head_dim, scale=0.3) if bias else None,
         bk=rand(kv_heads * head_dim, scale=0.3) if bias else None,
         bv=rand(kv_heads * value_dim, scale=0.3) if bias else None,
         q_gain=1 + rand(head_dim, scale=0.3) if norm else None,
         k_gain=1 + rand(head_dim, scale=0.3) if norm else None,
         sinks=rand(heads) if sinks else None,
+        wo=rand(out_size, heads * value_dim, scale=1 / math.sqrt(heads * value_dim)) if output else None,
+        bo=rand(out_size, scale=0.3) if output and bias else None,
         cos=cos,
         sin=sin,
         **attention,
@@ -116,7 +122,10 @@ def visible(layer: Layer) -> torch.Tensor:
 
 
 def attend(layer: Layer, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
-    """`[B, S, H * Dv]` head by head: nothing is batched over heads, so no layout can hide a mispairing."""
+    """`[B, S, H * Dv]`, or after the output projection.
+
+    Head by head: nothing is batched over heads, so no layout can hide a mispairing.
+    """
     D, Dv = layer.head_dim, layer.value_dim
     hidden = ~visible(layer)
     outs = []
@@ -145,7 +154,10 @@ def attend(layer: Layer, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
         if layer.kept is not None:
             weights = weights * layer.kept[i]
         outs.append(torch.einsum("bst,btd->bsd", weights, v))
-    return torch.cat(outs, -1)
+    out = torch.cat(outs, -1)
+    if "wo" in leaves:
+        out = out @ leaves["wo"].T
+    return out + leaves["bo"] if "bo" in leaves else out
 
 
 def turn(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,197 @@
+"""Memory modes: the same output and gradients in all of them, with every feature, alone and checkpointed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import projections_of, relative_errors, run_sharded
+from tests.ranks import run_ranks
+from tests.reference import make_layer, reference
+from tests.test_features import FEATURES, UNSERVED
+from upipe_integrations import Dropout, Layout, Mode, OutputProjection, Schedule, upipe_attention
+from upipe_integrations.kernels import KERNELS
+
+MODES = {
+    "keep": Mode("keep"),
+    "recompute": Mode("recompute"),
+    "fused": Mode("fused"),
+    "keep, exact sums": Mode("keep", accumulate="float32"),
+    "fused, exact sums": Mode("fused", accumulate="float32"),
+}
+
+
+def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, float]:
+    C = dist.get_world_size()
+    worst = {}
+    for feature in ["none", *(name for name in FEATURES if name not in UNSERVED.get(kernel, ()))]:
+        for number, (name, mode) in enumerate(modes.items()):
+            for heads, kv_heads in ((8, 2), (7, 1)):
+                layer = make_layer(heads, kv_heads, seq=24, batch=3, output=True, **FEATURES.get(feature, {}))
+                layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
+                got = run_sharded(layer, C, dist.group.WORLD, kernel, layout=layout, mode=mode)
+                worst[feature, name, heads] = max(relative_errors(got, reference(layer)).values())
+    return worst
+
+
+@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_mode_with_every_feature(ranks, kernel):
+    for worst in run_ranks(ranks, _errors_of_features, kernel, MODES):
+        assert len(worst) >= 10 * len(MODES) * 2
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "fused"])
+def test_dropout_is_the_same_when_attention_is_run_again(mode):
+    layer = make_layer(8, 4, seq=24, output=True)
+    wanted = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5))
+    got = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5), mode=Mode(mode))
+    assert max(relative_errors(got, wanted).values()) < 1e-12
+
+
+def _checkpointed(mode: str, use_reentrant: bool) -> float:
+    """A layer under activation checkpointing, two forwards before the first backward, strided gradients."""
+    rank, C = dist.get_rank(), dist.get_world_size()
+    grads = []
+    for checkpoint in (False, True):
+        runs = []
+        for seed in (1, 2):
+            layer = make_layer(8, 4, bias=True, norm=True, batch=2, output=True, sinks=True, seed=seed)
+            L = layer.x.shape[1] // C
+            rows = slice(rank * L, (rank + 1) * L)
+            leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
+            leaves["x"] = layer.x[:, rows].clone().requires_grad_()
+            schedule = Schedule.build(heads=8, kv_heads=4, ranks=C, chunk_heads=C)
+
+            def run(x, layer=layer, leaves=leaves, rows=rows, schedule=schedule):
+                output = OutputProjection(leaves["wo"], leaves["bo"])
+                return upipe_attention(
+                    x,
+                    projections_of(layer, leaves, rows),
+                    schedule,
+                    dist.group.WORLD,
+                    KERNELS["math"],
+                    sinks=leaves["sinks"],
+                    output=output,
+                    mode=Mode(mode),
+                ).sin()
+
+            if checkpoint:
+                out = torch.utils.checkpoint.checkpoint(run, leaves["x"], use_reentrant=use_reentrant)
+            else:
+                out = run(leaves["x"])
+            runs.append((layer, leaves, rows, out))
+        for layer, _, rows, out in reversed(runs):
+            out.backward(layer.dout[:, rows].transpose(1, 2).contiguous().transpose(1, 2))
+        grads.append({f"{i}{name}": t.grad for i, (_, leaves, *_) in enumerate(runs) for name, t in leaves.items()})
+    return max(relative_errors(grads[1], grads[0]).values())
+
+
+def _both_kinds() -> dict[tuple, float]:
+    return {(mode, kind): _checkpointed(mode, kind) for mode in ("fused",) for kind in (True, False)}
+
+
+def test_fused_layers_under_checkpointing():
+    """Public faults 17, 18."""
+    for errors in run_ranks(2, _both_kinds):
+        assert max(errors.values()) < 1e-12
+
+
+def _collectives() -> dict[str, list[int]]:
+    """Elements sent by each exchange of a forward and backward, in order."""
+    sent: dict[str, list[int]] = {}
+    original = dist.all_to_all_single
+
+    def counted(received, send, *args, **kwargs):
+        sent[name].append(send.numel())
+        return original(received, send, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        for name, mode in MODES.items():
+            sent[name] = []
+            run_sharded(make_layer(8, 4, output=True), 4, dist.group.WORLD, mode=mode)
+    finally:
+        dist.all_to_all_single = original
+    return sent
+
+
+def test_ranks_exchange_the_same_in_the_same_order():
+    """Public fault 30; and K with V, q with dout and out, go in one exchange each."""
+    by_rank = run_ranks(2, _collectives)
+    assert by_rank[0] == by_rank[1]
+    head = 8 * 8  # one head of one rank: L * D for 16 rows on 2 ranks
+    q, kv, back = 4 * head, 2 * 2 * head, 2 * head
+    forward = [kv, q, q] * 2
+    assert by_rank[0]["keep"] == forward + [kv, 3 * q, q, back, back] * 2
+    assert by_rank[0]["recompute"] == forward + [kv, 2 * q, q, back, back] * 2
+    assert by_rank[0]["fused"] == forward + [kv, 2 * q, q, q, back, back] * 2
+
+
+def test_frozen_weights_get_no_gradient_and_send_no_output():
+    layer = make_layer(8, 4, output=True, bias=True)
+    leaves = {name: t.clone() for name, t in layer.leaves().items()}
+    leaves["x"].requires_grad_()
+    leaves["bo"].requires_grad_()
+    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
+    out = upipe_attention(
+        leaves["x"],
+        projections_of(layer, leaves, slice(None)),
+        schedule,
+        None,
+        KERNELS["math"],
+        output=OutputProjection(leaves["wo"], leaves["bo"]),
+        mode=Mode("fused"),
+    )
+    out.backward(layer.dout)
+    wanted = reference(layer)
+    torch.testing.assert_close(leaves["x"].grad, wanted["dx"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(leaves["bo"].grad, wanted["dbo"], rtol=1e-10, atol=1e-12)
+    assert leaves["wo"].grad is None and leaves["wq"].grad is None
+
+
+def test_exact_sums_are_more_exact_in_bf16():
+    """dx and y over 8 stages: summed in float32 they err less than summed in bf16."""
+    layer = make_layer(16, 4, head_dim=32, size=128, seq=256, output=True, dtype=torch.bfloat16)
+    exact = dataclasses.replace(
+        layer, **{name: t.double() for name, t in vars(layer).items() if isinstance(t, torch.Tensor)}
+    )
+    wanted = reference(exact)  # from the rounded inputs, so that only the engine's own errors are left
+    errors = {}
+    for accumulate in ("auto", "float32"):
+        got = run_sharded(layer, 2, None, "torch-cpu-flash", mode=Mode("fused", accumulate=accumulate))
+        errors[accumulate] = {name: float((got[name].double() - t).norm() / t.norm()) for name, t in wanted.items()}
+    print(errors)
+    assert errors["float32"]["out"] < 0.95 * errors["auto"]["out"]
+    assert errors["float32"]["dx"] < 0.95 * errors["auto"]["dx"]
+    for name, error in errors["float32"].items():
+        assert error < 1.02 * errors["auto"][name], name
+
+
+@pytest.mark.parametrize(
+    ("mode", "output", "message"),
+    [
+        ("fused", False, r"memory mode 'fused' without an output projection: .*Pass output="),
+        ("recompute", True, r"memory mode 'recompute' with an output projection"),
+        ("fused", "narrow", r"output weight of shape \(28, 60\): must be \[output size, 64\], 8 heads of 8"),
+    ],
+)
+def test_modes_and_outputs_that_do_not_fit_are_refused(mode, output, message):
+    layer = make_layer(8, 4, output=True)
+    weight = layer.wo[:, :60] if output == "narrow" else layer.wo
+    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
+    projections = projections_of(layer, layer.leaves(), slice(None))
+    with pytest.raises(ValueError, match=message):
+        upipe_attention(
+            layer.x,
+            projections,
+            schedule,
+            None,
+            KERNELS["math"],
+            output=OutputProjection(weight) if output else None,
+            mode=Mode(mode),
+        )
