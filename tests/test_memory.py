@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from tests.ranks import run_in_process
 from upipe_integrations import (
     AttentionProjections,
     AttentionSpec,
+    Mode,
+    OutputProjection,
     Projection,
     RotateHalf,
     Schedule,
@@ -22,6 +26,13 @@ from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, Pe
 RANKS = 8
 TOKENS = 1 << 20
 _SPEC = AttentionSpec()
+MODES = {
+    "keep": Mode(),
+    "recompute": Mode("recompute"),
+    "fused": Mode("fused"),
+    "keep, exact sums": Mode(accumulate="float32"),
+    "fused, exact sums": Mode("fused", accumulate="float32"),
+}
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 QWEN3_32B = LayerShape(heads=64, kv_heads=8, head_dim=128, hidden_size=5120)
 
@@ -92,7 +103,7 @@ def _rotate_in_two_steps(t, cos, sin):
     return t * cos[:, :, None] + rotated * sin[:, :, None]
 
 
-def _ulysses(x, wq, wk, wv, cos, sin, D, rotary):
+def _ulysses(x, wq, wk, wv, wo, cos, sin, D, rotary):
     b, L, _ = x.shape
     q, k, v = (F.linear(x, w).view(b, L, -1, D) for w in (wq, wk, wv))
     q, k = rotary(q, cos, sin), rotary(k, cos, sin)
@@ -102,16 +113,18 @@ def _ulysses(x, wq, wk, wv, cos, sin, D, rotary):
     return _UlyssesAllToAll.apply(out, False).reshape(b, L, -1)
 
 
-def _upipe(x, wq, wk, wv, cos, sin, D, schedule):
+def _upipe(x, wq, wk, wv, wo, cos, sin, D, schedule, mode):
     rotary = RotateHalf(cos, sin)
     projections = AttentionProjections(
         Projection(wq, D, rotary=rotary), Projection(wk, D, rotary=rotary), Projection(wv, D)
     )
-    return upipe_attention(x, projections, schedule, dist.group.WORLD, FlashWorkspace())
+    output = OutputProjection(wo) if mode.fuses_output else None
+    out = upipe_attention(x, projections, schedule, dist.group.WORLD, FlashWorkspace(), output=output, mode=mode)
+    return out
 
 
-def _measured(layer: LayerShape, attention) -> PeakUnits:
-    """Peaks of one layer (its output projection left to autograd), in units."""
+def _measured(layer: LayerShape, attention, fuses_output: bool = False) -> PeakUnits:
+    """Peaks of one layer in units; in training its output projection is there, by autograd where it isn't fused."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     H, K, D, E = layer.heads, layer.kv_heads, layer.head_dim, layer.hidden_size
@@ -129,9 +142,11 @@ def _measured(layer: LayerShape, attention) -> PeakUnits:
         before = live.current
         with torch.no_grad():
             live.reset_peak()
-            attention(x, wq, wk, wv, cos, sin)
+            attention(x, wq, wk, wv, wo, cos, sin)
             forward = live.peak - before
-        y = F.linear(attention(x, wq, wk, wv, cos, sin), wo)
+        y = attention(x, wq, wk, wv, wo, cos, sin)
+        if not fuses_output:
+            y = F.linear(y, wo)
         dy = torch.empty_like(y)
         edge = torch.autograd.graph.get_gradient_edge(y)
         del y
@@ -189,11 +204,11 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
         )
         for U in (8, 16):
             peaks[f"{name} given {U}"] = (_measured_given(layer, U), _given_form(layer, U))
-        for U in (8, 16, 24, layer.heads):
+        for U, (mode_name, mode) in itertools.product((8, 16, 24, layer.heads), MODES.items()):
             schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
-            peaks[f"{name} upipe {U}"] = (
-                _measured(layer, lambda *t, D=D, s=schedule: _upipe(*t, D, s)),
-                upipe_peak(layer, schedule),
+            peaks[f"{name} upipe {U} {mode_name}"] = (
+                _measured(layer, lambda *t, D=D, s=schedule, m=mode: _upipe(*t, D, s, m), mode.fuses_output),
+                upipe_peak(layer, schedule, mode),
             )
     return peaks
 
@@ -205,7 +220,14 @@ def peaks():
 
 @pytest.mark.parametrize(
     ("name", "forward", "training"),
-    [("8b upipe 8", 8.2, 28.5), ("32b upipe 8", 12.3, 39.0)],
+    [
+        ("8b upipe 8 keep", 8.2, 28.5),
+        ("8b upipe 8 recompute", 8.2, 24.6),
+        ("8b upipe 8 fused", 8.2, 20.6),
+        ("32b upipe 8 keep", 12.3, 39.0),
+        ("32b upipe 8 recompute", 12.3, 31.0),
+        ("32b upipe 8 fused", 9.3, 23.0),
+    ],
 )
 def test_peak_is_at_most(peaks, name, forward, training):
     measured, _ = peaks[name]
@@ -232,7 +254,7 @@ def test_usual_ulysses_measures_what_the_comparison_says(peaks, name, forward, t
 
 def test_every_peak_is_its_closed_form(peaks):
     checked = {name: pair for name, pair in peaks.items() if "two-step" not in name}
-    assert len(checked) == 16
+    assert len(checked) == 2 * (2 + 2 + 4 * len(MODES))
     for name, (measured, form) in checked.items():
         layer = LLAMA3_8B if name.startswith("8b") else QWEN3_32B
         # Not in the forms: weight gradients (q, k, v, o), and FlashAttention's row sums, 1/32 of a head.

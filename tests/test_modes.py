@@ -155,7 +155,7 @@ def test_frozen_weights_get_no_gradient_and_send_no_output():
 
 
 def test_exact_sums_are_more_exact_in_bf16():
-    """dx and y over 8 stages: summed in float32 they err less than summed in bf16."""
+    """dx and y over 16 stages: summed in float32 they err less than summed in bf16."""
     layer = make_layer(16, 4, head_dim=32, size=128, seq=256, output=True, dtype=torch.bfloat16)
     exact = dataclasses.replace(
         layer, **{name: t.double() for name, t in vars(layer).items() if isinstance(t, torch.Tensor)}
@@ -163,9 +163,8 @@ def test_exact_sums_are_more_exact_in_bf16():
     wanted = reference(exact)  # from the rounded inputs, so that only the engine's own errors are left
     errors = {}
     for accumulate in ("auto", "float32"):
-        got = run_sharded(layer, 2, None, "torch-cpu-flash", mode=Mode("fused", accumulate=accumulate))
+        got = run_sharded(layer, 1, None, "torch-cpu-flash", mode=Mode("fused", accumulate=accumulate))
         errors[accumulate] = {name: float((got[name].double() - t).norm() / t.norm()) for name, t in wanted.items()}
-    print(errors)
     assert errors["float32"]["out"] < 0.95 * errors["auto"]["out"]
     assert errors["float32"]["dx"] < 0.95 * errors["auto"]["dx"]
     for name, error in errors["float32"].items():

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import PRODUCT_PIECES
 from upipe_integrations.schedule import Schedule
 
 # The CUDA caching allocator rounds blocks up to this.
@@ -63,20 +65,28 @@ def ulysses_peak(layer: LayerShape, ranks: int, *, one_pass_rotary: bool = False
     return PeakUnits(forward, training)
 
 
-def upipe_peak(layer: LayerShape, schedule: Schedule) -> PeakUnits:
-    """Closed form for the engine with `schedule`: out and lse kept for backward, rotary in one pass."""
+def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) -> PeakUnits:
+    """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass."""
+    mode = mode or Mode()
     h, _, chi = _per_rank(layer, schedule.ranks)
+    wide = 2 if mode.accumulate == "float32" else 1
+    # Beside a stage: forward's result so far; backward's incoming gradients, what was kept, and dx so far.
+    result = chi * wide if mode.fuses_output else h
     lse = h * _LSE_BYTES / (2 * layer.head_dim)
-    forward = training = 0.0
+    incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
+    # A float32 y is rounded into a tensor of its own at the end.
+    forward = result + chi if mode.fuses_output and wide == 2 else 0.0
+    training = 0.0
     for number, stage in enumerate(schedule.stages):
         q, kappa = stage.q.per_rank, stage.kv.per_rank
-        # The output is made when the first stage's heads come back.
-        attending = (0 if number == 0 else h) + 2 * q + 2 * kappa
-        writing = h + q + (0 if stage.closes_kv else 2 * kappa)
+        attending = (0 if number == 0 else result) + 2 * q + 2 * kappa
+        writing = result + q + (0 if stage.closes_kv else 2 * kappa)
+        if mode.fuses_output:
+            writing += q + (chi / PRODUCT_PIECES if wide == 2 else 0)
         forward = max(forward, attending + lse, writing + lse)
-        grads_so_far = (0 if number == 0 else chi) + (0 if stage.opens_kv else 2 * kappa)
+        sums = (0 if number == 0 else chi * wide) + (0 if stage.opens_kv else 2 * kappa * wide)
         workspace = 2 * q + (2 * q if q != kappa else 0)
-        training = max(training, 2 * h + chi + grads_so_far + 4 * q + 4 * kappa + workspace)
+        training = max(training, incoming + sums + 4 * q + 4 * kappa + workspace)
     return PeakUnits(forward, training)
 
 

@@ -23,6 +23,10 @@ from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.schedule import HeadChunk
 
 
+PRODUCT_PIECES = 8
+"""Pieces in which a product is added to a sum of a wider dtype."""
+
+
 @dataclass(frozen=True)
 class RotateHalf:
     """Rotary embedding with the halves convention of Llama (``x * cos + rotate_half(x) * sin``).
@@ -335,7 +339,7 @@ def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch
     if total is None:
         total = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype)
     # In pieces, so that the product in the narrower dtype does not need the whole of its memory.
-    for target, part in zip(total.chunk(8), rows.chunk(8), strict=True):
+    for target, part in zip(total.chunk(PRODUCT_PIECES), rows.chunk(PRODUCT_PIECES), strict=True):
         target.add_(part @ weight)
     return total
 
