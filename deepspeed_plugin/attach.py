@@ -75,7 +75,7 @@ def attach(
     layers = find_attention(model)
     if any(hasattr(module, CHILD) for module in layers.values()):
         raise ValueError("upipe: this model has UPipe already. Call undo() on its attachment (engine.upipe) first.")
-    facts = {name: attention_facts(name, module, device) for name, module in layers.items()}
+    facts = {name: attention_facts(name, module, device, config.mode) for name, module in layers.items()}
     schedules = {
         name: config.schedule(heads=fact.heads, kv_heads=fact.kv_heads, ranks=group.ranks)
         for name, fact in facts.items()
@@ -96,7 +96,7 @@ def attach(
         for module in _modules_around(model, layers)
         if "labels" in inspect.signature(module.forward).parameters
     ]
-    return Attachment(_summary(facts, schedules, sorted(kernels), dtype), layers, guards)
+    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards)
 
 
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -149,12 +149,16 @@ def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:
 
 
 def _summary(
-    facts: dict[str, AttentionFacts], schedules: dict[str, Schedule], kernels: list[str], dtype: torch.dtype
+    facts: dict[str, AttentionFacts],
+    schedules: dict[str, Schedule],
+    kernels: list[str],
+    dtype: torch.dtype,
+    config: UPipeConfig,
 ) -> str:
     """The line that is logged; layers that differ from the first are counted, not described."""
     fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
     shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
-    ours = upipe_peak(shape, schedule).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
+    ours = upipe_peak(shape, schedule, config.mode).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
@@ -162,7 +166,8 @@ def _summary(
     return (
         f"UPipe: {len(facts)} attention layers replaced ({names}), {fact.heads} query and {fact.kv_heads} KV heads "
         f"on {schedule.ranks} ranks in {len(schedule.stages)} stages of {schedule.chunk_heads} heads"
-        f"{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}; expected attention peak per "
-        f"rank in training, at 1M tokens of batch 1 in {str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB "
-        f"against {theirs.training:.2f} GiB with {other_method} ({ours.training / theirs.training - 1:+.0%})"
+        f"{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}, memory {config.memory}; "
+        "expected attention peak per rank in training, at 1M tokens of batch 1 in "
+        f"{str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB against {theirs.training:.2f} GiB with "
+        f"{other_method} ({ours.training / theirs.training - 1:+.0%})"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upipe_integrations import HeadFunction, RotateHalf
+from upipe_integrations import HeadFunction, Mode, RotateHalf
 
 SERVED = {
     "transformers.models.llama.modeling_llama.LlamaAttention",
@@ -80,14 +80,14 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return holds_projections or called_so
 
 
-def attention_facts(name: str, module: nn.Module, device: torch.device) -> AttentionFacts:
+def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mode) -> AttentionFacts:
     """What the engine must know of the attention module called `name`.
 
     Raises:
         ValueError: the module uses something that is not supported; the message names it and the remedy.
     """
     where = f"{name} ({type(module).__name__})"
-    check_projections(where, module)
+    check_projections(where, module, mode)
     dropout = getattr(module, "attention_dropout", 0.0)
     if dropout:
         raise ValueError(
@@ -120,19 +120,20 @@ def _window(module: nn.Module) -> int | None:
     return int(window) if window else None  # type: ignore[arg-type]
 
 
-def check_projections(where: str, module: nn.Module) -> None:
-    """Raise ValueError unless q, k and v are plain linear layers whose weights may be read directly.
+def check_projections(where: str, module: nn.Module, mode: Mode) -> None:
+    """Raise ValueError unless the projections that are read directly are plain linear layers.
 
     An adapter (LoRA) keeps the base weight under the same name, so reading it would silently skip the
-    adapter; a quantised weight is not the matrix.
+    adapter; a quantised weight is not the matrix. The output projection is read only where `mode` fuses it.
     """
-    for projection in PROJECTIONS:
+    for projection in (*PROJECTIONS, "o_proj") if mode.fuses_output else PROJECTIONS:
         layer = getattr(module, projection)
         if type(layer) is not nn.Linear:
+            other = ", or set upipe.memory to 'recompute'" if projection == "o_proj" else ""
             raise ValueError(
                 f"upipe: {where}.{projection} is a {type(layer).__module__}.{type(layer).__qualname__}, not a plain "
                 "torch.nn.Linear: adapters, quantised and fused projections are not supported yet. Merge the "
-                "adapter, leave q_proj, k_proj and v_proj out of its target modules, or remove the 'upipe' key."
+                f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
             )
         if not layer.weight.is_floating_point() or layer.weight.dtype.itemsize < 2:
             raise ValueError(

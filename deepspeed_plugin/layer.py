@@ -21,6 +21,7 @@ from upipe_integrations import (
     AttentionSpec,
     HeadFunction,
     KernelRequest,
+    OutputProjection,
     Projection,
     RotateHalf,
     Schedule,
@@ -56,9 +57,10 @@ class LayerSettings:
 
 
 class StagedAttention(nn.Module):
-    """UPipe attention over the projections of `attention`, up to but without the output projection.
+    """UPipe attention over the projections of `attention`.
 
-    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]`; returns `[B, L, H * D]`.
+    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]`; returns `[B, L, H * D]`, or
+    `[B, L, E]` after the output projection in the memory modes that fuse it.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
@@ -71,7 +73,8 @@ class StagedAttention(nn.Module):
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
-        for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+        names = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+        for name in (*names, "o_proj") if self.settings.config.mode.fuses_output else names:
             module = getattr(self._attention[0], name, None)
             if module is not None:
                 yield from module.parameters(recurse=False)
@@ -80,7 +83,8 @@ class StagedAttention(nn.Module):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
-        check_projections(facts.class_name, attention)
+        mode = self.settings.config.mode
+        check_projections(facts.class_name, attention, mode)
         spec = AttentionSpec(causal=True, scale=facts.scale, window=facts.window, documents=documents)
         request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec)
         projections = AttentionProjections(
@@ -93,6 +97,8 @@ class StagedAttention(nn.Module):
             self.settings.group.process_group,
             select_kernel(self.settings.config.kernel, request),
             spec,
+            output=OutputProjection(attention.o_proj.weight, attention.o_proj.bias) if mode.fuses_output else None,
+            mode=mode,
         )
 
     def _projection(self, kind: str, cos: Tensor | None = None, sin: Tensor | None = None) -> Projection:
@@ -182,7 +188,7 @@ def staged_forward(
     documents = documents_of(options.get("position_ids"), child.settings.group)
     # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
     out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
-    return attention.o_proj(out), None
+    return (out if child.settings.config.mode.fuses_output else attention.o_proj(out)), None
 
 
 def _refuse_options(class_name: str, options: dict[str, Any]) -> None:

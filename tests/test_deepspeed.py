@@ -132,6 +132,8 @@ def _stages() -> dict[str, float]:
             for name, extra, checkpointing in [
                 ("ulysses", {}, None),
                 ("upipe", UPIPE, None),
+                ("upipe recompute", {"upipe": {"chunk_heads": 2, "memory": "recompute"}}, None),
+                ("upipe fused", {"upipe": {"chunk_heads": 2, "memory": "fused"}}, {"use_reentrant": False}),
                 ("upipe reentrant", UPIPE, {"use_reentrant": True}),
                 ("upipe non-reentrant", UPIPE, {"use_reentrant": False}),
             ]:
@@ -159,7 +161,7 @@ def stage_errors():
 def test_equals_ulysses_and_one_process_at_every_zero_stage(stage_errors):
     """Public faults 7, 17: gradients and norms are the same at ZeRO 0-3, with checkpointing of both kinds."""
     for errors in stage_errors:
-        assert len(errors) == 2 * 4 * 4 * 2
+        assert len(errors) == 2 * 4 * 6 * 2
         # float32 with sums in another order: a few units in the last place of 2^-24.
         assert {case: error for case, error in errors.items() if error > 5e-6} == {}
 
@@ -225,20 +227,21 @@ def test_two_groups_of_two_ranks(route):
 # ---------------------------------------------------------------- ZeRO-3 parameters
 
 
-def _gathered() -> dict[str, object]:
+def _gathered(memory: str) -> dict[str, object]:
     """How many layers' attention weights are gathered whenever attention runs backward, and after the step."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     from upipe_integrations.kernels import TorchCpuFlash
 
     model = make_model("qwen3", num_hidden_layers=4)
-    engine = make_engine(model, ds_config(3, **UPIPE), register_ulysses(model, 2))
+    settings = {"upipe": {"chunk_heads": 4, "memory": memory}}
+    engine = make_engine(model, ds_config(3, **settings), register_ulysses(model, 2))
     layers = [layer.self_attn for layer in model.model.layers]
     # Registered before the first forward; DeepSpeed would find out by itself, but only by gathering late.
-    assert all(len(a.upipe._external_params) == 5 for a in layers)
+    assert all(len(a.upipe._external_params) == (6 if memory == "fused" else 5) for a in layers)
 
     def alive() -> int:
-        projections = ("q_proj", "k_proj", "v_proj")
+        projections = ("q_proj", "k_proj", "v_proj", *(("o_proj",) if memory == "fused" else ()))
         return sum(
             any(getattr(a, name).weight.ds_status != ZeroParamStatus.NOT_AVAILABLE for name in projections)
             for a in layers
@@ -266,9 +269,10 @@ def _gathered() -> dict[str, object]:
     return {"in backward": seen, "after": after}
 
 
-def test_zero3_gathers_one_layer_at_a_time_and_keeps_none():
+@pytest.mark.parametrize("memory", ["keep", "fused"])
+def test_zero3_gathers_one_layer_at_a_time_and_keeps_none(memory):
     """Public fault 19."""
-    for result in run_ranks(2, _gathered):
+    for result in run_ranks(2, _gathered, memory):
         assert len(result["in backward"]) == 4 * 4 * 2  # steps, layers, stages
         assert set(result["in backward"]) == {1}
         assert set(result["after"]) == {0}

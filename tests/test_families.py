@@ -15,13 +15,13 @@ from upipe_integrations import UPipeConfig
 from upipe_integrations.sharding import mean_token_loss
 
 
-def attached(model, chunk_heads: int, group=None, kernel: str = "auto"):
+def attached(model, chunk_heads: int, group=None, kernel: str = "auto", memory: str = "keep"):
     from deepspeed_plugin.attach import attach
     from deepspeed_plugin.group import SequenceGroup
 
     dtype = next(model.parameters()).dtype
     return attach(
-        model, UPipeConfig(chunk_heads, kernel), SequenceGroup(group), device=torch.device("cpu"), dtype=dtype
+        model, UPipeConfig(chunk_heads, kernel, memory), SequenceGroup(group), device=torch.device("cpu"), dtype=dtype
     )
 
 
@@ -54,12 +54,14 @@ def _every_family() -> dict[str, float]:
     errors = {}
     batch = make_batch(batch=2)
     for family in FAMILIES:
-        for chunk_heads in (2, 8):
+        for chunk_heads, memory in ((2, "keep"), (8, "keep"), (2, "recompute"), (2, "fused")):
             model = make_model(family, dtype=torch.float64)
             wanted = single_process(model, batch)
-            attachment = attached(model, chunk_heads, dist.group.WORLD)
+            attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
             assert len(attachment.layers) == 2
-            errors[f"{family}, {chunk_heads}"] = max(worst(sharded(model, batch, dist.group.WORLD), wanted).values())
+            errors[f"{family}, {chunk_heads}, {memory}"] = max(
+                worst(sharded(model, batch, dist.group.WORLD), wanted).values()
+            )
             attachment.undo()
             assert max(worst(single_process(model, batch), wanted).values()) == 0.0
     return errors
@@ -68,7 +70,7 @@ def _every_family() -> dict[str, float]:
 def test_every_family_equals_its_unpatched_model():
     """Public faults 2, 3, 5, 32, 35; and undo() restores the model exactly."""
     for errors in run_ranks(2, _every_family):
-        assert len(errors) == 2 * len(FAMILIES)
+        assert len(errors) == 4 * len(FAMILIES)
         # float64 throughout but for what Transformers itself computes in float32 (norms, router).
         assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
@@ -182,7 +184,7 @@ def test_state_dict_undo_and_a_second_attach():
     assert result["keys"] and result["clean"] and result["layers"] == []
     assert "has UPipe already. Call undo()" in result["twice"]
     assert "2 attention layers replaced (LlamaAttention), 8 query and 4 KV heads on 1 ranks in 2 stages of 4 heads, " \
-        "kernel torch-cpu-flash; expected attention peak" in result["summary"]  # fmt: skip
+        "kernel torch-cpu-flash, memory keep; expected attention peak" in result["summary"]  # fmt: skip
 
 
 class LoraLinear(torch.nn.Linear):
@@ -193,6 +195,9 @@ def _bad_models() -> dict[str, str]:
     def adapter(model):
         attention = model.model.layers[1].self_attn
         attention.v_proj = LoraLinear(48, attention.v_proj.out_features)
+
+    def output_adapter(model):
+        model.model.layers[1].self_attn.o_proj = LoraLinear(48, 48)
 
     def float8(model):
         weight = model.model.layers[0].self_attn.k_proj.weight
@@ -230,6 +235,14 @@ def _bad_models() -> dict[str, str]:
         assert changed == [], name
     import transformers
 
+    model = make_model("llama")
+    output_adapter(model)
+    attached(model, 4, memory="recompute").undo()
+    try:
+        attached(model, 4, memory="fused")
+    except ValueError as error:
+        messages["output adapter"] = str(error)
+
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
     try:
         attached(gpt2, 4)
@@ -248,6 +261,7 @@ def refusals():
     [
         ("dropout", r"attention_dropout = 0\.1: dropout is not supported yet.*to 0\.0"),
         ("adapter", r"layers\.1\.self_attn .*v_proj is a .*LoraLinear, not a plain torch\.nn\.Linear.*Merge"),
+        ("output adapter", r"o_proj is a .*LoraLinear, not a plain .*or set upipe\.memory to 'recompute'"),
         ("float8", r"k_proj has weights of torch\.float8_e4m3fn: quantised.*Load the model in"),
         ("sinks", r"has attention sinks \(sinks\), not supported yet"),
         ("stranger", r"has attention that UPipe does not serve: MultiheadAttention\. Served classes: LlamaAttention"),

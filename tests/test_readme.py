@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from upipe_integrations import Schedule, UPipeConfig
+from upipe_integrations import Mode, Schedule, UPipeConfig
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 
@@ -56,10 +56,15 @@ def test_the_memory_table_is_the_closed_forms():
         assert [cell.strip(" *") for cell in cells.split("|")] == values
 
     row("Ulysses", [ulysses_peak(m, 8).gib(1 << 20, 128) for m in models])
-    for U in (8, 16):
+    for U, memory, name in (
+        (8, "keep", "UPipe, `chunk_heads` = 8"),
+        (8, "recompute", "the same, `memory` = `recompute`"),
+        (8, "fused", "the same, `memory` = `fused`"),
+        (16, "keep", "UPipe, `chunk_heads` = 16"),
+    ):
         schedules = [Schedule.build(heads=m.heads, kv_heads=m.kv_heads, ranks=8, chunk_heads=U) for m in models]
-        peaks = [upipe_peak(m, s).gib(1 << 20, 128) for m, s in zip(models, schedules, strict=True)]
-        row(f"UPipe, `chunk_heads` = {U}", peaks)
+        peaks = [upipe_peak(m, s, Mode(memory)).gib(1 << 20, 128) for m, s in zip(models, schedules, strict=True)]
+        row(name, peaks)
 
 
 def test_every_file_of_the_map_exists():

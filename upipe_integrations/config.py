@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from upipe_integrations.kernels import KERNELS
+from upipe_integrations.mode import ACCUMULATE, MEMORY, Mode
 from upipe_integrations.schedule import Schedule
 
 
@@ -25,6 +26,8 @@ class UPipeConfig:
             multiple of the group's ranks, at most the model's query heads. The number of ranks saves
             most memory; the number of query heads is plain Ulysses in one stage.
         kernel: local attention: ``"auto"`` or one of the names in ``upipe_integrations.kernels.KERNELS``.
+        memory: what a layer keeps for backward, one of ``upipe_integrations.mode.MEMORY``.
+        accumulate: precision of sums over stages, one of ``upipe_integrations.mode.ACCUMULATE``.
 
     Raises:
         ValueError: a value of the wrong type or outside its range; the message names key, value,
@@ -33,6 +36,8 @@ class UPipeConfig:
 
     chunk_heads: int
     kernel: str = "auto"
+    memory: str = "keep"
+    accumulate: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.chunk_heads, bool) or not isinstance(self.chunk_heads, int):
@@ -45,12 +50,17 @@ class UPipeConfig:
                 f"upipe.chunk_heads = {self.chunk_heads}: must be positive. Set it to the number of "
                 "sequence-parallel ranks to save most memory."
             )
-        names = ("auto", *KERNELS)
-        if self.kernel not in names:
-            raise ValueError(
-                f"upipe.kernel = {self.kernel!r}: no such kernel{closest(str(self.kernel), names)}. "
-                f"Known kernels: {', '.join(names)}."
-            )
+        for key, known in {"kernel": ("auto", *KERNELS), "memory": MEMORY, "accumulate": ACCUMULATE}.items():
+            value = getattr(self, key)
+            if value not in known:
+                raise ValueError(
+                    f"upipe.{key} = {value!r}: no such {key}{closest(str(value), known)}. Known: {', '.join(known)}."
+                )
+
+    @property
+    def mode(self) -> Mode:
+        """The engine's mode."""
+        return Mode(self.memory, accumulate=self.accumulate)
 
     @classmethod
     def from_mapping(cls, block: Any) -> UPipeConfig:

@@ -22,7 +22,6 @@ from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.schedule import HeadChunk
 
-
 PRODUCT_PIECES = 8
 """Pieces in which a product is added to a sum of a wider dtype."""
 
