@@ -103,6 +103,13 @@ def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device,
     """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
     request = KernelRequest(device, dtype, fact.head_dim, spec=AttentionSpec(window=fact.window))
     kernel = select_kernel(config.kernel, request)
+    if config.mode.blocks > 1:
+        reason = kernel.block_refusal(request.spec) if hasattr(kernel, "block_refusal") else "it can't attend blocks"
+        if reason is not None:
+            raise ValueError(
+                f"upipe.memory = 'blocks' with kernel {kernel.name!r}: {reason}. Set upipe.memory to 'fused', or "
+                "upipe.kernel to another one."
+            )
     if kernel.name != "math" or device.type != "cuda":
         return kernel.name
     reasons = "; ".join(f"{other.name}: {other.refusal(request)}" for other in KERNELS.values() if other is not kernel)

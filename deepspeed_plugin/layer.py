@@ -147,7 +147,7 @@ def _then_rotate(norm: HeadFunction | None, rotate: Any, cos: Tensor, sin: Tenso
         rotated: Tensor = rotate(heads if norm is None else norm.function(heads, *of_norm), cos, sin)
         return rotated
 
-    return HeadFunction(apply, (cos, sin, *(norm.tensors if norm else ())))
+    return HeadFunction(apply, (cos, sin, *(norm.tensors if norm else ())), by_row=(0, 1))
 
 
 def staged_forward(

@@ -25,6 +25,8 @@ def test_a_block_becomes_a_config():
         ({"chunk_heads": 4, "kernel": "flash"}, r"upipe\.kernel = 'flash': no such kernel.*did you mean"),
         ({"chunk_heads": 4, "kernel": None}, r"upipe\.kernel = None"),
         ({"chunk_heads": 4, "memory": "fuse"}, r"upipe\.memory = 'fuse': no such memory \(did you mean 'fused'\?\)"),
+        ({"chunk_heads": 4, "query_blocks": 0}, r"upipe\.query_blocks = 0: must be positive .*default of 4"),
+        ({"chunk_heads": 4, "query_blocks": "2"}, r"upipe\.query_blocks = '2': must be an integer"),
         ({"chunk_heads": 4, "accumulate": "fp32"}, r"upipe\.accumulate = 'fp32': no such accumulate.*auto, float32"),
         (4, r"upipe = 4: must be a block"),
         (None, r"upipe = None: must be a block"),

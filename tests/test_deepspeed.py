@@ -134,6 +134,7 @@ def _stages() -> dict[str, float]:
                 ("upipe", UPIPE, None),
                 ("upipe recompute", {"upipe": {"chunk_heads": 2, "memory": "recompute"}}, None),
                 ("upipe fused", {"upipe": {"chunk_heads": 2, "memory": "fused"}}, {"use_reentrant": False}),
+                ("upipe blocks", {"upipe": {"chunk_heads": 4, "memory": "blocks"}}, {"use_reentrant": False}),
                 ("upipe reentrant", UPIPE, {"use_reentrant": True}),
                 ("upipe non-reentrant", UPIPE, {"use_reentrant": False}),
             ]:
@@ -161,7 +162,7 @@ def stage_errors():
 def test_equals_ulysses_and_one_process_at_every_zero_stage(stage_errors):
     """Public faults 7, 17: gradients and norms are the same at ZeRO 0-3, with checkpointing of both kinds."""
     for errors in stage_errors:
-        assert len(errors) == 2 * 4 * 6 * 2
+        assert len(errors) == 2 * 4 * 7 * 2
         # float32 with sums in another order: a few units in the last place of 2^-24.
         assert {case: error for case, error in errors.items() if error > 5e-6} == {}
 

@@ -54,7 +54,7 @@ def _every_family() -> dict[str, float]:
     errors = {}
     batch = make_batch(batch=2)
     for family in FAMILIES:
-        for chunk_heads, memory in ((2, "keep"), (8, "keep"), (2, "recompute"), (2, "fused")):
+        for chunk_heads, memory in ((2, "keep"), (8, "keep"), (2, "recompute"), (2, "fused"), (2, "blocks")):
             model = make_model(family, dtype=torch.float64)
             wanted = single_process(model, batch)
             attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
@@ -70,7 +70,7 @@ def _every_family() -> dict[str, float]:
 def test_every_family_equals_its_unpatched_model():
     """Public faults 2, 3, 5, 32, 35; and undo() restores the model exactly."""
     for errors in run_ranks(2, _every_family):
-        assert len(errors) == 4 * len(FAMILIES)
+        assert len(errors) == 5 * len(FAMILIES)
         # float64 throughout but for what Transformers itself computes in float32 (norms, router).
         assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
@@ -117,9 +117,13 @@ def _a_rotary_of_its_own() -> tuple[float, bool]:
     modelling.apply_rotary_pos_emb = interleaved
     batch = make_batch()
     wanted = single_process(model, batch)
-    attached(model, 4, dist.group.WORLD)
-    used_own = model.model.layers[0].self_attn.upipe.facts.rotary is not None
-    return max(worst(sharded(model, batch, dist.group.WORLD), wanted).values()), used_own
+    errors = []
+    for memory in ("keep", "blocks"):
+        attachment = attached(model, 4, dist.group.WORLD, memory=memory)
+        used_own = model.model.layers[0].self_attn.upipe.facts.rotary is not None
+        errors.append(max(worst(sharded(model, batch, dist.group.WORLD), wanted).values()))
+        attachment.undo()
+    return max(errors), used_own
 
 
 def test_a_models_own_rotary_is_used():

@@ -152,6 +152,10 @@ def test_layouts_deal_and_collect():
         whole = torch.randn(2, 24, 5)
         parts = [layout.deal(whole, 1, rank, C) for rank in range(C)]
         assert torch.equal(layout.collect(parts, 1), whole)
+        if layout.documents is None:
+            for rank in range(C):
+                numbers = [layout.row_of(rank, row, 24, C) for row in range(24 // C)]
+                assert numbers == layout.rows(rank, 24, C).tolist()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,17 @@ from tests.engine import projections_of, relative_errors, run_sharded
 from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
 from tests.test_features import FEATURES, UNSERVED
-from upipe_integrations import Dropout, Layout, Mode, OutputProjection, Schedule, upipe_attention
+from upipe_integrations import (
+    AttentionProjections,
+    Dropout,
+    HeadFunction,
+    Layout,
+    Mode,
+    OutputProjection,
+    Projection,
+    Schedule,
+    upipe_attention,
+)
 from upipe_integrations.kernels import KERNELS
 
 MODES = {
@@ -21,7 +31,9 @@ MODES = {
     "fused": Mode("fused"),
     "keep, exact sums": Mode("keep", accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
+    "blocks": Mode("blocks", query_blocks=2),
 }
+NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
 
 def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, float]:
@@ -29,6 +41,8 @@ def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, floa
     worst = {}
     for feature in ["none", *(name for name in FEATURES if name not in UNSERVED.get(kernel, ()))]:
         for number, (name, mode) in enumerate(modes.items()):
+            if name == "blocks" and feature in NOT_IN_BLOCKS:
+                continue
             for heads, kv_heads in ((8, 2), (7, 1)):
                 layer = make_layer(heads, kv_heads, seq=24, batch=3, output=True, **FEATURES.get(feature, {}))
                 layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
@@ -41,7 +55,7 @@ def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, floa
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_mode_with_every_feature(ranks, kernel):
     for worst in run_ranks(ranks, _errors_of_features, kernel, MODES):
-        assert len(worst) >= 10 * len(MODES) * 2
+        assert len(worst) >= 10 * len(MODES) * 2 - 2 * len(NOT_IN_BLOCKS)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -130,6 +144,8 @@ def test_ranks_exchange_the_same_in_the_same_order():
     assert by_rank[0]["keep"] == forward + [kv, 3 * q, q, back, back] * 2
     assert by_rank[0]["recompute"] == forward + [kv, 2 * q, q, back, back] * 2
     assert by_rank[0]["fused"] == forward + [kv, 2 * q, q, q, back, back] * 2
+    # A block of half the rows: q and dout go, and dq and the output come back.
+    assert by_rank[0]["blocks"] == forward + [kv, *(q, q) * 2, back, back] * 2
 
 
 def test_frozen_weights_get_no_gradient_and_send_no_output():
@@ -194,3 +210,101 @@ def test_modes_and_outputs_that_do_not_fit_are_refused(mode, output, message):
             output=OutputProjection(weight) if output else None,
             mode=Mode(mode),
         )
+
+
+def _errors_of_blocks(kernel: str) -> dict[tuple, float]:
+    C = dist.get_world_size()
+    worst = {}
+    for blocks, layout in [(n, Layout.contiguous()) for n in (2, 3, 4, 6, 12)] + [(n, Layout.zigzag()) for n in (2, 4)]:
+        for heads, kv_heads, chunk_heads in ((8, 4, C), (8, 1, 2 * C), (6, 2, 6), (7, 7, C)):
+            if chunk_heads % C == 0 and (24 * 3 // C) % blocks == 0:
+                layer = make_layer(heads, kv_heads, seq=72, batch=2, bias=True, norm=True, sinks=True, output=True)
+                mode = Mode("blocks", query_blocks=blocks)
+                got = run_sharded(layer, chunk_heads, dist.group.WORLD, kernel, layout=layout, mode=mode)
+                worst[blocks, layout.half_chunks, heads, chunk_heads] = max(
+                    relative_errors(got, reference(layer)).values()
+                )
+    return worst
+
+
+@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_blocks(ranks, kernel):
+    for worst in run_ranks(ranks, _errors_of_blocks, kernel):
+        assert len(worst) >= 18
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_blocks_on_a_group_of_one_rank(blocks):
+    layer = make_layer(8, 2, seq=24, output=True, documents=((0, 7, 24),), window=5)
+    mode = Mode("blocks", query_blocks=blocks)
+    got = run_sharded(layer, 2, None, "torch-cpu-flash", mode=mode)
+    assert max(relative_errors(got, reference(layer)).values()) < 1e-10
+
+
+def test_rows_of_a_function_are_cut_in_blocks():
+    """A caller's own rotary, whose tables have a row per token."""
+    layer = make_layer(8, 4, seq=24, output=True)
+
+    def rotate(heads, cos, sin):
+        half = heads.shape[-1] // 2
+        return heads * cos[:, :, None] + torch.cat((-heads[..., half:], heads[..., :half]), -1) * sin[:, :, None]
+
+    leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
+    function = HeadFunction(rotate, (layer.cos, layer.sin), by_row=(0, 1))
+    projections = AttentionProjections(
+        Projection(leaves["wq"], 8, function=function),
+        Projection(leaves["wk"], 8, function=function),
+        Projection(leaves["wv"], 8),
+    )
+    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
+    out = upipe_attention(
+        leaves["x"],
+        projections,
+        schedule,
+        None,
+        KERNELS["math"],
+        output=OutputProjection(leaves["wo"]),
+        mode=Mode("blocks", query_blocks=4),
+    )
+    out.backward(layer.dout)
+    wanted = reference(layer)
+    for name, t in leaves.items():
+        torch.testing.assert_close(t.grad, wanted[f"d{name}"], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "kernel", "message"),
+    [
+        ({"blocks": 5}, None, "math", r"query_blocks = 5: must divide the 24 rows of a rank\. Set it to a number"),
+        (
+            {"blocks": 3},
+            Layout.zigzag(),
+            "math",
+            r"must divide the 24 rows of a rank and, in a zigzag",
+        ),
+        ({}, Layout.packed_zigzag((0, 8, 24)), "math", r"memory mode 'blocks' with a packed zigzag layout"),
+        ({"value_dim": 4}, None, "math", r"'blocks' with value heads of another size is not supported"),
+        (
+            {"dropout": Dropout(0.1, 0)},
+            None,
+            "math",
+            r"'blocks' with kernel 'math' and dropout: dropout can't be drawn",
+        ),
+        ({}, None, "torch-cudnn", r"'blocks' with kernel 'torch-cudnn': it can't attend blocks of rows"),
+        (
+            {"window": 4},
+            None,
+            "torch-cuda-flash",
+            r"'torch-cuda-flash' and sliding window: it can't do sliding window in",
+        ),
+    ],
+)
+def test_what_blocks_can_not_do_is_refused(options, layout, kernel, message):
+    options = dict(options)
+    mode = Mode("blocks", query_blocks=options.pop("blocks", 2))
+    dropout = options.pop("dropout", None)
+    layer = make_layer(8, 4, seq=24, output=True, **options)
+    with pytest.raises(ValueError, match=message):
+        run_sharded(layer, 2, None, kernel, layout=layout, dropout=dropout, mode=mode)

@@ -60,6 +60,7 @@ def test_the_memory_table_is_the_closed_forms():
         (8, "keep", "UPipe, `chunk_heads` = 8"),
         (8, "recompute", "the same, `memory` = `recompute`"),
         (8, "fused", "the same, `memory` = `fused`"),
+        (8, "blocks", "the same, `memory` = `blocks`"),
         (16, "keep", "UPipe, `chunk_heads` = 16"),
     ):
         schedules = [Schedule.build(heads=m.heads, kv_heads=m.kv_heads, ranks=8, chunk_heads=U) for m in models]

@@ -30,6 +30,7 @@ from upipe_integrations.all_to_all import (
 )
 from upipe_integrations.heads import put_heads
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
+from upipe_integrations.kernels.base import BlockKernel
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
 from upipe_integrations.projection import (
@@ -38,6 +39,7 @@ from upipe_integrations.projection import (
     OutputProjection,
     Projection,
     ProjectionGradient,
+    RowSum,
 )
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
 
@@ -220,6 +222,8 @@ def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tens
                 f"documents of batch row {number} end at {row[-1]} and there are {len(spec.documents or ())} rows of "
                 f"them: they must end at the sequence length {S}, for each of {batch} batch rows or once for all."
             )
+    if call.mode.blocks > 1:
+        _check_blocks(call, rows)
     request = KernelRequest(device, call.dtype, q.head_dim, v.head_dim, spec, sinks is not None)
     reason = kernel.refusal(request)
     if reason is not None:
@@ -228,6 +232,29 @@ def _check(call: _Call, batch: int, rows: int, device: torch.device, sinks: Tens
             f"kernel {kernel.name!r}{f' with {features}' if features else ''}: {reason}. "
             "Choose another kernel (select_kernel('auto', ...) finds one that can)."
         )
+
+
+def _check_blocks(call: _Call, rows: int) -> None:
+    blocks, kernel = call.mode.blocks, call.kernel
+    if rows % blocks or (call.layout.half_chunks and blocks % 2):
+        even = " and, in a zigzag layout, be even" if call.layout.half_chunks else ""
+        raise ValueError(
+            f"query_blocks = {blocks}: must divide the {rows} rows of a rank{even}. Set it to a number that does, or "
+            "use memory mode 'fused'."
+        )
+    if call.layout.documents is not None:
+        raise ValueError(
+            "memory mode 'blocks' with a packed zigzag layout: its rows are in too many pieces. Use mode 'fused'."
+        )
+    reason = kernel.block_refusal(call.spec) if hasattr(kernel, "block_refusal") else "it can't attend blocks of rows"
+    if reason is not None:
+        features = ", ".join(call.spec.features())
+        raise ValueError(
+            f"memory mode 'blocks' with kernel {kernel.name!r}{f' and {features}' if features else ''}: {reason}. Use "
+            "mode 'fused', or another kernel."
+        )
+    if call.sources.v.head_dim != call.sources.q.head_dim:
+        raise ValueError("memory mode 'blocks' with value heads of another size is not supported. Use mode 'fused'.")
 
 
 @dataclass(frozen=True)
@@ -285,6 +312,17 @@ class _Call:
         """The parts' heads over the whole sequence, `[B, n, S, D]` each: one exchange where sizes allow."""
         if len({part.source.head_dim for part in parts}) > 1:
             return [heads for part in parts for heads in self.fetch(part)]
+        received = attention_view(self.exchanged(*parts))
+        widths = [part.chunk.per_rank for part in parts]
+        return list(self.layout.to_natural(received, 2, self.schedule.ranks).split(widths, 1))
+
+    @property
+    def block_kernel(self) -> BlockKernel:
+        """The kernel, which was checked to attend blocks."""
+        return self.kernel  # type: ignore[return-value]
+
+    def exchanged(self, *parts: _Part) -> Tensor:
+        """The parts' heads side by side, as received: `[C, L, B, all their n, D]`."""
         B, L = parts[0].source.shape_of(parts[0].x)
         widths = [part.chunk.per_rank for part in parts]
         reads = parts[0].source.tensors()[0]
@@ -302,8 +340,7 @@ class _Call:
             part.source.write(part.x, part.chunk, target)
             if part.padding_is_zero:
                 _zero_padding(target, part.chunk)
-        received = attention_view(exchange(send, self.group))
-        return list(self.layout.to_natural(received, 2, self.schedule.ranks).split(widths, 1))
+        return exchange(send, self.group)
 
     def to_pieces(self, attended: Tensor) -> Tensor:
         """`[B, n, S, D]` -> `[C, L, B, n, D]` to send back."""
@@ -440,7 +477,9 @@ def _backward(
                 oh = call.to_pieces(oh)
                 oh = exchange(oh, call.group)
                 _zero_padding(oh, stage.q)
-                sources.output.add_weight_gradient(grads.output, oh, grad, stage.q)
+                rows = sources.output.weight_rows(oh, grad)
+                sources.output.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
+                del rows
             del oh
         if stage.closes_kv:
             dk = call.to_pieces(dk.to(call.dtype))
@@ -451,6 +490,112 @@ def _backward(
             dv = exchange(dv, call.group)
             grads.dx = grads.v.add(dv, x, stage.kv, grads.dx)
             dv = None
+
+
+def _backward_in_blocks(call: _Call, grad: Tensor, x: Tensor, sinks: Tensor | None, grads: _Gradients) -> None:
+    """:func:`_backward` with the output projection fused and a stage's queries walked in blocks of rows.
+
+    K and V of a stage are exchanged whole, queries and their gradients a block of every rank's rows at a time.
+    Of the block, the piece that came from rank c is attended against the keys it can see, and its backward
+    run over tiles of them, with dK and dV summed over all. dq and the output take the places of q and dout in
+    the buffer, and travel back in one exchange.
+    """
+    sources, C = call.sources, call.schedule.ranks
+    output = sources.output
+    assert output is not None and isinstance(sources.q, Projection)
+    B, L, E = x.shape
+    size = L // call.mode.blocks
+    grads.dx = x.new_zeros(B, L, E, dtype=call.mode.sum_dtype(call.dtype))
+    kh = vh = dk = dv = None
+    for stage in call.schedule.stages:
+        if stage.opens_kv:
+            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
+            sum_dtype = call.mode.kv_sum_dtype(call.dtype)
+            dk, dv = (t.new_zeros(t.shape, dtype=sum_dtype) for t in (_by_row(kh), _by_row(vh)))
+            dk, dv = (t.permute(1, 2, 0, 3) for t in (dk, dv))
+        assert kh is not None and vh is not None and dk is not None and dv is not None
+        of_output = RowSum()
+        for first in range(0, L, size):
+            rows = slice(first, first + size)
+            x_rows, grad_rows = x[:, rows], grad[:, rows]
+            part = _Part(sources.q.at_rows(rows), x_rows, stage.q)
+            dout = _dout_part(sources, grad_rows, stage)
+            pieces = call.exchanged(part, dout)
+            n = stage.q.per_rank
+            for c in range(C):
+                start = call.layout.row_of(c, first, L * C, C)
+                q, do = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))
+                dq, o = _piece_backward(call, stage, (q, do, kh, vh), (dk, dv), start, sinks, grads)
+                q.copy_(dq)
+                do.copy_(o)
+                del q, do, dq, o
+            pieces = exchange(pieces, call.group)
+            dq, o = pieces.split([n, n], 3)
+            grads.q.add(dq, x_rows, stage.q, grads.dx[:, rows], rows)
+            if grads.output is not None:
+                _zero_padding(o, stage.q)
+                of_output.add(output.weight_rows(o, grad_rows), True)
+            del pieces, dq, o
+        assert isinstance(grads.q, ProjectionGradient)
+        grads.q.end_blocks(stage.q)
+        if grads.output is not None:
+            output.add_rows(grads.output, of_output.take(), sources.v.head_dim, stage.q)
+        if stage.closes_kv:
+            kh = vh = None
+            dk = exchange(call.to_pieces(dk.to(call.dtype)), call.group)
+            grads.k.add(dk, x, stage.kv, grads.dx)
+            dk = None
+            dv = exchange(call.to_pieces(dv.to(call.dtype)), call.group)
+            grads.v.add(dv, x, stage.kv, grads.dx)
+            dv = None
+
+
+def _by_row(heads: Tensor) -> Tensor:
+    """`[B, v, S, D]` -> view `[S, B, v, D]`, as buffers lie in memory."""
+    return heads.permute(2, 0, 1, 3)
+
+
+def _piece_backward(
+    call: _Call,
+    stage: Stage,
+    heads: tuple[Tensor, Tensor, Tensor, Tensor],
+    kv_grads: tuple[Tensor, Tensor],
+    start: int,
+    sinks: Tensor | None,
+    grads: _Gradients,
+) -> tuple[Tensor, Tensor]:
+    """(dq, out) of the query rows from `start` on; adds to dK, dV and the gradient of sinks.
+
+    `heads` are q, dout (of these rows), k and v (of the whole sequence).
+    """
+    q, dout, k, v = heads
+    dk, dv = kv_grads
+    kernel, spec = call.block_kernel, call.spec
+    S, ranks = k.shape[2], call.schedule.ranks
+    pairing = call.pairing(stage, q.device)
+    end = start + q.shape[2] if spec.causal else S
+    seen_k, seen_v = (_paired(t[:, :, :end], pairing) for t in (k, v))
+    out, lse = kernel.forward_block(q, seen_k, seen_v, spec, start)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks[list(call.heads_here(stage))])
+        if grads.sinks is not None:
+            _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), dout, out, lse)
+    dq: Tensor | None = None
+    for first in range(0, end, S // ranks):
+        tile = slice(first, min(first + S // ranks, end))
+        tile_k, tile_v = (_paired(t[:, :, tile], pairing) for t in (k, v))
+        dq_part, dk_part, dv_part = kernel.backward_block((dout, q, tile_k, tile_v, out, lse), spec, start, first)
+        if pairing is None:
+            dk[:, :, tile] += dk_part
+            dv[:, :, tile] += dv_part
+        else:
+            dk[:, :, tile].index_add_(1, pairing, dk_part.to(dk.dtype))
+            dv[:, :, tile].index_add_(1, pairing, dv_part.to(dv.dtype))
+        del dk_part, dv_part
+        dq = dq_part.to(dk.dtype) if dq is None else dq.add_(dq_part)
+        del dq_part
+    assert dq is not None
+    return dq, out
 
 
 def _dout_part(sources: _Sources, grad: Tensor, stage: Stage) -> _Part:
@@ -531,14 +676,14 @@ class _UPipeAttention(torch.autograd.Function):
             of_output = [grads.output, _summed(grad, sources.output.bias) if next(wanted) else None]
         heads = (call.schedule.heads, -1)
         with torch.autocast(_device_type(tensors), enabled=False):
-            _backward(
-                call,
-                grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads),
-                _cast(x, call.dtype),
-                sinks,
-                (kept[0].unflatten(2, heads), kept[1:]) if kept else None,
-                grads,
-            )
+            x_cast = _cast(x, call.dtype)
+            if call.mode.blocks > 1:
+                assert x_cast is not None
+                _backward_in_blocks(call, grad.to(call.dtype), x_cast, sinks, grads)
+            else:
+                of_heads = grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads)
+                kept_out = (kept[0].unflatten(2, heads), kept[1:]) if kept else None
+                _backward(call, of_heads, x_cast, sinks, kept_out, grads)
         dx = None if x is None or grads.dx is None else grads.dx.to(x.dtype).view_as(x)
         return (
             None,

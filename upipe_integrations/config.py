@@ -27,6 +27,7 @@ class UPipeConfig:
             most memory; the number of query heads is plain Ulysses in one stage.
         kernel: local attention: ``"auto"`` or one of the names in ``upipe_integrations.kernels.KERNELS``.
         memory: what a layer keeps for backward, one of ``upipe_integrations.mode.MEMORY``.
+        query_blocks: blocks of a rank's rows in memory mode ``"blocks"``.
         accumulate: precision of sums over stages, one of ``upipe_integrations.mode.ACCUMULATE``.
 
     Raises:
@@ -37,19 +38,21 @@ class UPipeConfig:
     chunk_heads: int
     kernel: str = "auto"
     memory: str = "keep"
+    query_blocks: int = 4
     accumulate: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunk_heads, bool) or not isinstance(self.chunk_heads, int):
-            raise ValueError(
-                f"upipe.chunk_heads = {self.chunk_heads!r}: must be an integer (query heads per stage over "
-                "all ranks). Set it to the number of sequence-parallel ranks to save most memory."
-            )
-        if self.chunk_heads < 1:
-            raise ValueError(
-                f"upipe.chunk_heads = {self.chunk_heads}: must be positive. Set it to the number of "
-                "sequence-parallel ranks to save most memory."
-            )
+        meaning = {
+            "chunk_heads": "query heads per stage over all ranks). Set it to the number of sequence-parallel ranks to "
+            "save most memory.",
+            "query_blocks": "blocks of a rank's rows in memory mode 'blocks'). Leave it out for the default of 4.",
+        }
+        for key, what in meaning.items():
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"upipe.{key} = {value!r}: must be an integer ({what}")
+            if value < 1:
+                raise ValueError(f"upipe.{key} = {value}: must be positive ({what}")
         for key, known in {"kernel": ("auto", *KERNELS), "memory": MEMORY, "accumulate": ACCUMULATE}.items():
             value = getattr(self, key)
             if value not in known:
@@ -60,7 +63,7 @@ class UPipeConfig:
     @property
     def mode(self) -> Mode:
         """The engine's mode."""
-        return Mode(self.memory, accumulate=self.accumulate)
+        return Mode(self.memory, self.query_blocks, self.accumulate)
 
     @classmethod
     def from_mapping(cls, block: Any) -> UPipeConfig:

@@ -77,6 +77,15 @@ class Layout:
             parts += [torch.arange(a + piece * size, a + (piece + 1) * size) for piece in mine]
         return torch.cat(parts)
 
+    def row_of(self, rank: int, row: int, length: int, ranks: int) -> int:
+        """The natural number of a rank's `row`, in a layout of one span."""
+        assert self.documents is None
+        rows = length // ranks
+        if not self.half_chunks:
+            return rank * rows + row
+        half = rows // 2
+        return rank * half + row if row < half else (2 * ranks - 1 - rank) * half + row - half
+
     def deal(self, tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
         """The rows of a whole `tensor` along `dim` that `rank` holds."""
         return tensor.index_select(dim, self.rows(rank, tensor.shape[dim], ranks).to(tensor.device))

@@ -85,8 +85,14 @@ def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) 
             writing += q + (chi / PRODUCT_PIECES if wide == 2 else 0)
         forward = max(forward, attending + lse, writing + lse)
         sums = (0 if number == 0 else chi * wide) + (0 if stage.opens_kv else 2 * kappa * wide)
-        workspace = 2 * q + (2 * q if q != kappa else 0)
-        training = max(training, incoming + sums + 4 * q + 4 * kappa + workspace)
+        expanded = 2 * q if q != kappa else 0
+        if mode.blocks > 1:
+            blocks, tiles = mode.blocks, schedule.ranks
+            # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
+            attending = 2 * q / blocks + 6 * q / (blocks * schedule.ranks) + (2 * kappa + expanded) / tiles
+            training = max(training, chi + chi * wide + 6 * kappa + max(4 * q / blocks, attending))
+        else:
+            training = max(training, incoming + sums + 4 * q + 4 * kappa + 2 * q + expanded)
     return PeakUnits(forward, training)
 
 
@@ -157,9 +163,29 @@ class FlashWorkspace(TorchCudaFlash):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
-        if q.shape[1] != k.shape[1]:
-            workspace += [torch.empty_like(q), torch.empty_like(q)]
+        workspace = _flash_workspace(q, k)
         grads = super().backward(dout, q, k, v, out, lse, spec)
         del workspace
         return grads
+
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        workspace = _flash_workspace(tensors[1], tensors[2])
+        grads = super().backward_block(tensors, spec, start, first_key)
+        del workspace
+        return grads
+
+
+def _flash_workspace(q: Tensor, k: Tensor) -> list[Tensor]:
+    """What FlashAttention 2's backward allocates beside its results."""
+    workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
+    if q.shape[1] != k.shape[1]:
+        expanded = (q.shape[0], q.shape[1], k.shape[2], q.shape[3])
+        workspace += [q.new_empty(expanded), q.new_empty(expanded)]
+    return workspace

@@ -65,10 +65,18 @@ class HeadFunction:
             heads alike, as it sees those of one stage, and be free of side effects, as backward calls
             it again.
         tensors: what it reads besides; those that require gradients get them.
+        by_row: which of `tensors` have this rank's rows as second dimension (rotary tables); needed where
+            backward walks rows in blocks.
     """
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
+    by_row: tuple[int, ...] = ()
+
+    def at_rows(self, rows: slice) -> HeadFunction:
+        """The function of some rows only."""
+        cut = tuple(t[:, rows] if i in self.by_row else t for i, t in enumerate(self.tensors))
+        return HeadFunction(self.function, cut, self.by_row)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class Projection:
         assert weight is not None
         function, rotary = self.function, self.rotary
         if function is not None:
-            function = HeadFunction(function.function, tuple(_next(tensors) for _ in function.tensors))
+            function = dataclasses.replace(function, tensors=tuple(_next(tensors) for _ in function.tensors))
         if rotary is not None:
             rotary = RotateHalf(_next(tensors), _next(tensors))
         return Projection(weight, self.head_dim, bias, function, rotary)
@@ -117,6 +125,14 @@ class Projection:
     def gradient(self, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
         """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so; dx in `sum_dtype`."""
         return ProjectionGradient.zeros(self, wanted, sum_dtype)
+
+    def at_rows(self, rows: slice) -> Projection:
+        """The projection of some of this rank's rows only: what depends on the row is cut."""
+        return dataclasses.replace(
+            self,
+            function=None if self.function is None else self.function.at_rows(rows),
+            rotary=None if self.rotary is None else RotateHalf(self.rotary.cos[:, rows], self.rotary.sin[:, rows]),
+        )
 
     def shape_of(self, x: Tensor | None) -> tuple[int, int]:
         """(B, L)."""
@@ -150,6 +166,26 @@ class Projection:
 
 
 @dataclass
+class RowSum:
+    """A stage's rows of a weight gradient, summed in float32 where they come in blocks."""
+
+    total: Tensor | None = None
+
+    def add(self, rows: Tensor, in_blocks: bool) -> None:
+        """Add a block's rows, or take the stage's as they are."""
+        if self.total is not None:
+            self.total.add_(rows)
+        else:
+            self.total = rows.to(torch.promote_types(rows.dtype, torch.float32)) if in_blocks else rows
+
+    def take(self) -> Tensor:
+        """The sum, which is given away."""
+        total, self.total = self.total, None
+        assert total is not None
+        return total
+
+
+@dataclass
 class ProjectionGradient:
     """Gradients of one :class:`Projection`, accumulated stage by stage; None where none is wanted."""
 
@@ -158,6 +194,8 @@ class ProjectionGradient:
     bias: Tensor | None
     sum_dtype: torch.dtype
     function: list[Tensor | None] = dataclasses.field(default_factory=list)
+    _weight_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
+    _bias_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
 
     @classmethod
     def zeros(cls, projection: Projection, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
@@ -173,23 +211,41 @@ class ProjectionGradient:
         """In the order of ``Projection.tensors``; rotary tables get none."""
         return [self.weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
 
-    def add(self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
+    def add(
+        self,
+        received: Tensor,
+        x: Tensor | None,
+        chunk: HeadChunk,
+        dx: Tensor | None,
+        rows: slice | None = None,
+    ) -> Tensor | None:
         """Add what the chunk's gradient `[C, L, B, n, D]` (back from the exchange) contributes.
 
-        `x` is `[B, L, E]`. Returns `dx` `[B * L, E]` with its share added in place (a new tensor if it
-        was None).
+        `x` is `[B, L, E]`. Returns `dx` with its share added in place: `[B * L, E]`, or `[B, L, E]` where it is
+        given so; a new tensor if it was None. With `rows`, `received`, `x` and `dx` are of these rows only, and
+        weight gradients are collected in float32 until :meth:`end_blocks`.
         """
         assert x is not None
         projection, heads = self.projection, chunk.distinct
-        grad = self._grad_of_projected(received, x, chunk)
+        if rows is not None:
+            projection = projection.at_rows(rows)
+        grad = self._grad_of_projected(projection, received, x, chunk)
         del received
-        rows = grad.flatten(0, 1).flatten(1, 2)
+        by_token = grad.flatten(0, 1).flatten(1, 2)
         if self.weight is not None:
-            self._add_rows(self.weight, rows.t() @ x.flatten(0, 1), heads)
+            self._weight_rows.add(by_token.t() @ x.flatten(0, 1), rows is not None)
         if self.bias is not None:
-            self._add_rows(self.bias, rows.sum(0), heads)
+            self._bias_rows.add(by_token.sum(0), rows is not None)
+        if rows is None:
+            self.end_blocks(chunk)
         weight = projection._rows(projection.weight, heads, x.dtype)
-        return add_product(dx, rows, weight, self.sum_dtype)
+        return add_product(dx, by_token, weight, self.sum_dtype)
+
+    def end_blocks(self, chunk: HeadChunk) -> None:
+        """Add what was collected for the chunk to the weight and bias gradients."""
+        for total, collected in ((self.weight, self._weight_rows), (self.bias, self._bias_rows)):
+            if total is not None:
+                self._add_rows(total, collected.take(), chunk.distinct)
 
     def _add_rows(self, total: Tensor, rows: Tensor, heads: HeadRows) -> None:
         """Add `rows` of a weight or bias gradient where `heads` are."""
@@ -197,10 +253,9 @@ class ProjectionGradient:
         split = rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), D))
         add_heads(total.unflatten(0, (-1, D)), heads, 0, split)
 
-    def _grad_of_projected(self, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
+    def _grad_of_projected(self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
         """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
         C, L, B, n, D = received.shape
-        projection = self.projection
         grad = received.new_empty(B, L, C * n, D)
         if projection.rotary is None:
             send_view(grad, C).copy_(received)
@@ -278,7 +333,9 @@ class GivenHeadsGradient:
         """In the order of ``GivenHeads.tensors``."""
         return [self.tensor]
 
-    def add(self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None) -> Tensor | None:
+    def add(
+        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None, rows: slice | None = None
+    ) -> Tensor | None:
         """Add the chunk's gradient `[C, L, B, n, D]` where its heads are; there is no x to have a gradient."""
         if self.tensor is not None:
             add_heads(self.tensor, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
@@ -318,12 +375,14 @@ class OutputProjection:
         weight = self.by_head(received.shape[4])._rows(self.weight.t(), chunk.by_rank, received.dtype)
         return add_product(y, rows, weight, sum_dtype)
 
-    def add_weight_gradient(self, total: Tensor, received: Tensor, dy: Tensor, chunk: HeadChunk) -> None:
-        """Add to `total` `[Y, H * Dv]` what the chunk's attended heads and dy `[B, L, Y]` contribute."""
-        C, _, _, n, D = received.shape
-        rows = _by_token(received).t() @ dy.flatten(0, 1)
-        split = rows.to(total.dtype).unflatten(0, (C, n, D))
-        add_heads(total.t().unflatten(0, (-1, D)), chunk.by_rank, 0, split)
+    def weight_rows(self, received: Tensor, dy: Tensor) -> Tensor:
+        """What the chunk's attended heads and dy `[B, L, Y]` contribute to the weight: `[C * n * Dv, Y]`."""
+        return _by_token(received).t() @ dy.flatten(0, 1)
+
+    def add_rows(self, total: Tensor, rows: Tensor, head_dim: int, chunk: HeadChunk) -> None:
+        """Add such rows to the weight's gradient `total` `[Y, H * Dv]`."""
+        split = rows.to(total.dtype).unflatten(0, (len(chunk.by_rank), chunk.per_rank, head_dim))
+        add_heads(total.t().unflatten(0, (-1, head_dim)), chunk.by_rank, 0, split)
 
 
 def _by_token(received: Tensor) -> Tensor:
@@ -332,11 +391,20 @@ def _by_token(received: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + rows @ weight, in place, summed in `dtype`; a new tensor where total is None."""
-    if dtype == rows.dtype:
-        return rows @ weight if total is None else total.addmm_(rows, weight)
+    """total + rows @ weight, in place, summed in `dtype`; a new tensor where total is None.
+
+    `rows` is `[B * L, N]` and `total` `[B * L, M]`, or `[B, L, M]` of any batch stride.
+    """
     if total is None:
+        if dtype == rows.dtype:
+            return rows @ weight
         total = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype)
+    if total.dim() == 3:
+        for of_batch, part in zip(total, rows.chunk(total.shape[0]), strict=True):
+            add_product(of_batch, part, weight, dtype)
+        return total
+    if dtype == rows.dtype:
+        return total.addmm_(rows, weight)
     # In pieces, so that the product in the narrower dtype does not need the whole of its memory.
     for target, part in zip(total.chunk(PRODUCT_PIECES), rows.chunk(PRODUCT_PIECES), strict=True):
         target.add_(part @ weight)

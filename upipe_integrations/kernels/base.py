@@ -155,6 +155,30 @@ class Kernel(Protocol):
         ...
 
 
+class BlockKernel(Kernel, Protocol):
+    """A kernel that can also attend some query rows against some keys of the sequence."""
+
+    def block_refusal(self, spec: AttentionSpec) -> str | None:
+        """Why `spec` can't be attended in blocks; None when it can."""
+        ...
+
+    def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the query rows from `start` on; k and v are all rows that causal attention lets them see
+        (``0 .. start + rows``), or the whole sequence in full attention."""
+        ...
+
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of (dout, q, k, v, out, lse), k and v being the keys from `first_key` on: dq is the part
+        that goes through them. Keys end no later than the rows, and do not begin within them."""
+        ...
+
+
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -201,15 +225,32 @@ class Region:
         return hidden
 
 
-def regions(spec: AttentionSpec, batch: int, length: int, block: int | None) -> Iterator[Region]:
+def regions(
+    spec: AttentionSpec, batch: int, length: int, block: int | None, only: slice | None = None
+) -> Iterator[Region]:
     """The score matrix as regions, each query row in exactly one; nothing outside them is seen.
 
-    `block` bounds the rows of a region; None leaves documents whole.
+    `block` bounds the rows of a region; None leaves documents whole. `only` leaves out other query rows.
     """
     for rows, boundaries in spec.documents_of(batch, length):
         for start, end in itertools.pairwise(boundaries):
             step = block or end - start
             for first in range(start, end, step):
                 last = min(first + step, end)
+                if only is not None:
+                    first, last = max(first, only.start), min(last, only.stop)
+                    if first >= last:
+                        continue
                 low = start if spec.window is None else max(start, first - spec.window + 1)
                 yield Region(rows, slice(first, last), slice(low, last if spec.causal else end))
+
+
+def shifted(rows: slice, by: int) -> slice:
+    """`rows` counted from another origin."""
+    return slice(rows.start + by, rows.stop + by)
+
+
+def common(a: slice, b: slice) -> slice | None:
+    """The rows in both, or None."""
+    both = slice(max(a.start, b.start), min(a.stop, b.stop))
+    return both if both.start < both.stop else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import AttentionSpec
+from upipe_integrations.kernels.base import DOCUMENTS, WINDOW, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,36 @@ class FlashForm(ABC):
             grads = (_joined([r[0] for r in rows]), _joined([r[1] for r in rows]), _joined([r[2] for r in rows]))
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
+
+    def block_refusal(self, spec: AttentionSpec) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        refused = [name for name in spec.features() if name in (WINDOW, DOCUMENTS)]
+        return f"it can't do {', '.join(refused)} in blocks" if refused else None
+
+    def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`.
+
+        Flash kernels align causal attention at the bottom right: the last query row sees the last key.
+        """
+        assert not spec.causal or k.shape[2] == start + q.shape[2]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse = self._attend(q, k, v, spec, None)
+        return out.transpose(1, 2), lse
+
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        dout, q, k, v, out, lse = tensors
+        if spec.causal and first_key + k.shape[2] <= start:
+            spec = dataclasses.replace(spec, causal=False)  # rows see all keys that come before them
+        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+        dq, dk, dv = self._gradients((dout, q, k, v, out, lse), spec, None)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _packings(spec: AttentionSpec, q: Tensor) -> list[tuple[int, Packing]]:

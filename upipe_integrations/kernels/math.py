@@ -6,12 +6,21 @@ half-precision inputs are computed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import HALF_PRECISION, AttentionSpec, KernelRequest, Region, regions
+from upipe_integrations.kernels.base import (
+    HALF_PRECISION,
+    AttentionSpec,
+    KernelRequest,
+    Region,
+    common,
+    regions,
+    shifted,
+)
 
 _BLOCK_ROWS = 1024
 
@@ -25,14 +34,29 @@ class MathKernel:
         """None: every request is served."""
         return None
 
+    def block_refusal(self, spec: AttentionSpec) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        # A mask is drawn for a region at a time, and blocks make other regions.
+        return "dropout can't be drawn in blocks" if spec.dropout is not None else None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        return self.forward_block(q, k, v, spec, 0)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
+
+    def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
         dtype = _working_dtype(q)
         k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=dtype)
-        for region in regions(spec, q.shape[0], q.shape[2], _BLOCK_ROWS):
-            b, rows, keys = region.batch, region.rows, region.keys
+        for region in _regions_of(q, k, spec, start, 0):
+            b, rows, keys = region.batch, shifted(region.rows, -start), region.keys
             scores = _scores(q[b, :, rows].to(dtype), k_all[b, :, keys], region, spec).capped
             lse[b, :, rows] = scores.logsumexp(-1)
             p = torch.softmax(scores, -1)
@@ -40,17 +64,22 @@ class MathKernel:
             out[b, :, rows] = ((p if kept is None else p * kept) @ v_all[b, :, keys]).to(q.dtype)
         return out, lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        dout, q, k, v, out, lse = tensors
         dtype = _working_dtype(q)
         k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)
-        dq = torch.empty_like(q)
+        dq = torch.zeros_like(q)
         dk, dv = torch.zeros_like(k_all), torch.zeros_like(v_all)
         scale = spec.scale_for(q.shape[3])
-        for region in regions(spec, q.shape[0], q.shape[2], _BLOCK_ROWS):
-            b, rows, keys = region.batch, region.rows, region.keys
+        for region in _regions_of(q, k, spec, start, first_key):
+            b, rows, keys = region.batch, shifted(region.rows, -start), shifted(region.keys, -first_key)
             q_rows, dout_rows = q[b, :, rows].to(dtype), dout[b, :, rows].to(dtype)
             scores = _scores(q_rows, k_all[b, :, keys], region, spec)
             p = (scores.capped - lse[b, :, rows, None].to(dtype)).exp()
@@ -68,6 +97,15 @@ class MathKernel:
             dq[b, :, rows] = (dscores @ k_all[b, :, keys]).to(q.dtype)
             dk[b, :, keys] += dscores.transpose(-1, -2) @ q_rows
         return dq, sum_groups(dk, k), sum_groups(dv, v)
+
+
+def _regions_of(q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_key: int) -> Iterator[Region]:
+    """The regions of the query rows from `start` on, cut to the keys from `first_key` on."""
+    rows, keys = slice(start, start + q.shape[2]), slice(first_key, first_key + k.shape[2])
+    for region in regions(spec, q.shape[0], max(rows.stop, keys.stop), _BLOCK_ROWS, rows):
+        seen = common(region.keys, keys)
+        if seen is not None:
+            yield Region(region.batch, region.rows, seen)
 
 
 def per_query_head(kv: Tensor, q: Tensor) -> Tensor:

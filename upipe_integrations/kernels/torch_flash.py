@@ -6,6 +6,9 @@ an explicit backward, so no autograd graph of a stage is kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,8 +22,10 @@ from upipe_integrations.kernels.base import (
     AttentionSpec,
     KernelRequest,
     Region,
+    common,
     cuda_refusal,
     regions,
+    shifted,
     unserved,
 )
 from upipe_integrations.kernels.flash_form import FlashForm, Packing
@@ -49,37 +54,56 @@ class TorchCpuFlash:
             return f"it needs floating-point tensors, these are {request.dtype}"
         return unserved(request, (WINDOW, DOCUMENTS, SINKS, VALUE_SIZE))
 
+    def block_refusal(self, spec: AttentionSpec) -> str | None:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        return None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        scale, value_dim = spec.scale_for(q.shape[3]), v.shape[3]
-        q, k, v = _of_one_size(q, k, v)
-        if _is_whole(spec):
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, spec.causal, scale=scale)
-            return out[..., :value_dim], lse
-        out = q.new_empty(*q.shape[:3], value_dim)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32 if q.dtype in HALF_PRECISION else q.dtype)
-        for region in _cpu_regions(q, spec):
-            b, rows, keys = region.batch, region.rows, region.keys
-            part, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q[b, :, rows], k[b, :, keys], v[b, :, keys], 0.0, **_mask_of(region, spec, q), scale=scale
-            )
-            out[b, :, rows], lse[b, :, rows] = part[..., :value_dim], part_lse
-        return out, lse
+        return self.forward_block(q, k, v, spec, 0)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
+
+    def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        scale, value_dim = spec.scale_for(q.shape[3]), v.shape[3]
+        q, k, v = _of_one_size(q, k, v)
+        calls = list(_cpu_calls(q, k, spec, start, 0))
+        if len(calls) == 1 and calls[0].is_everything(q, k):
+            out, lse = _cpu_forward(q, k, v, 0.0, **calls[0].mask, scale=scale)
+            return out[..., :value_dim], lse
+        out = torch.zeros_like(q)
+        lse_dtype = torch.float32 if q.dtype in HALF_PRECISION else q.dtype
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype)
+        for call in calls:
+            b, rows, keys = call.batch, call.rows, call.keys
+            part, part_lse = _cpu_forward(q[b, :, rows], k[b, :, keys], v[b, :, keys], 0.0, **call.mask, scale=scale)
+            _merge(out[b, :, rows], lse[b, :, rows], part, part_lse)
+        return out[..., :value_dim], lse
+
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        dout, q, k, v, out, lse = tensors
         scale, head_dim, value_dim = spec.scale_for(q.shape[3]), q.shape[3], v.shape[3]
         q, k, v, dout, out = _of_one_size(q, k, v, dout, out)
-        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        if _is_whole(spec):
-            dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, spec.causal, scale=scale)
+        calls = list(_cpu_calls(q, k, spec, start, first_key))
+        if len(calls) == 1 and calls[0].is_everything(q, k):
+            dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, 0.0, **calls[0].mask, scale=scale)
             return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for region in _cpu_regions(q, spec):
-            b, rows, keys = region.batch, region.rows, region.keys
-            dq[b, :, rows], dk_part, dv_part = backward(
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for call in calls:
+            b, rows, keys = call.batch, call.rows, call.keys
+            dq_part, dk_part, dv_part = _cpu_backward(
                 dout[b, :, rows],
                 q[b, :, rows],
                 k[b, :, keys],
@@ -87,32 +111,74 @@ class TorchCpuFlash:
                 out[b, :, rows],
                 lse[b, :, rows],
                 0.0,
-                **_mask_of(region, spec, q),
+                **call.mask,
                 scale=scale,
             )
+            dq[b, :, rows] += dq_part
             dk[b, :, keys] += dk_part
             dv[b, :, keys] += dv_part
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
-def _is_whole(spec: AttentionSpec) -> bool:
-    """Whether one call without a mask does it."""
-    return spec.window is None and spec.documents is None
+_cpu_forward = _aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _cpu_regions(q: Tensor, spec: AttentionSpec) -> list[Region]:
+@dataclass(frozen=True)
+class _CpuCall:
+    """One call of the operator: rows and keys of the tensors at hand, and its is_causal or attn_mask."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    mask: dict[str, bool | Tensor]
+
+    def is_everything(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the call is on whole tensors, so that its results need not be put together."""
+        return (self.batch, self.rows, self.keys) == (slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]))
+
+
+def _cpu_calls(q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_key: int) -> Iterator[_CpuCall]:
+    """Calls that attend the query rows from `start` on and the keys from `first_key` on.
+
+    The operator's is_causal is of a square; rows that see keys before their own need a call for those. Windows
+    are attended under a mask, in blocks of rows.
+    """
+    rows, keys = slice(start, start + q.shape[2]), slice(first_key, first_key + k.shape[2])
     block = None if spec.window is None else _WINDOW_BLOCK_ROWS
-    return list(regions(spec, q.shape[0], q.shape[2], block))
+    for region in regions(spec, q.shape[0], max(rows.stop, keys.stop), block, rows):
+        if spec.window is not None or not spec.causal:
+            pieces = [region.keys]
+        else:
+            pieces = [slice(region.keys.start, region.rows.start), region.rows]
+        for piece in pieces:
+            seen = common(piece, keys)
+            if seen is not None:
+                mask = _mask_of(Region(region.batch, region.rows, seen), spec, q)
+                yield _CpuCall(region.batch, shifted(region.rows, -start), shifted(seen, -first_key), mask)
 
 
 def _mask_of(region: Region, spec: AttentionSpec, q: Tensor) -> dict[str, bool | Tensor]:
     """The operator's is_causal or attn_mask for a region."""
-    if spec.window is None and region.is_square:
+    if spec.window is None and (not spec.causal or region.is_square):
         return {"is_causal": spec.causal}
-    hidden = region.masked(spec, q.device)
-    if hidden is None:
+    if spec.window is None and region.keys.stop <= region.rows.start + 1:
         return {"is_causal": False}
+    hidden = region.masked(spec, q.device)
+    assert hidden is not None
     return {"is_causal": False, "attn_mask": q.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))}
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """(out, lse), in place, with what other keys contribute."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp()[..., None]).add_(part * (part_lse - both).exp()[..., None].to(part.dtype))
+    lse.copy_(both)
+
+
+def _is_whole(spec: AttentionSpec) -> bool:
+    """Whether neither a window nor documents are asked for."""
+    return spec.window is None and spec.documents is None
 
 
 def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,7 +224,7 @@ class TorchCudaFlash(FlashForm):
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing | None
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *_boundaries(q, packing), 0.0, spec.causal, False, **_scale_and_window(spec, q)
+            q, k, v, *_boundaries(q, k, packing), 0.0, spec.causal, False, **_scale_and_window(spec, q)
         )
         return out, lse
 
@@ -168,18 +234,18 @@ class TorchCudaFlash(FlashForm):
         spec: AttentionSpec,
         packing: Packing | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q = tensors[1]
+        q, k = tensors[1:3]
         unused = _unused_random_state(q)
         dq, dk, dv = _aten._flash_attention_backward(
-            *tensors, *_boundaries(q, packing), 0.0, spec.causal, unused, unused, **_scale_and_window(spec, q)
+            *tensors, *_boundaries(q, k, packing), 0.0, spec.causal, unused, unused, **_scale_and_window(spec, q)
         )
         return dq, dk, dv
 
 
-def _boundaries(q: Tensor, packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _boundaries(q: Tensor, k: Tensor, packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int, int]:
     """cum_seq_q, cum_seq_k, max_q, max_k."""
     if packing is None:
-        return None, None, q.shape[1], q.shape[1]
+        return None, None, q.shape[1], k.shape[1]
     return packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest
 
 
