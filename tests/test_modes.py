@@ -32,6 +32,9 @@ MODES = {
     "keep, exact sums": Mode("keep", accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
     "blocks": Mode("blocks", query_blocks=2),
+    "keep, overlap": Mode(overlap=True),
+    "fused, overlap": Mode("fused", overlap=True),
+    "blocks, overlap": Mode("blocks", query_blocks=2, overlap=True),
 }
 NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
@@ -41,7 +44,7 @@ def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, floa
     worst = {}
     for feature in ["none", *(name for name in FEATURES if name not in UNSERVED.get(kernel, ()))]:
         for number, (name, mode) in enumerate(modes.items()):
-            if name == "blocks" and feature in NOT_IN_BLOCKS:
+            if "blocks" in name and feature in NOT_IN_BLOCKS:
                 continue
             for heads, kv_heads in ((8, 2), (7, 1)):
                 layer = make_layer(heads, kv_heads, seq=24, batch=3, output=True, **FEATURES.get(feature, {}))
@@ -55,7 +58,7 @@ def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, floa
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_mode_with_every_feature(ranks, kernel):
     for worst in run_ranks(ranks, _errors_of_features, kernel, MODES):
-        assert len(worst) >= 10 * len(MODES) * 2 - 2 * len(NOT_IN_BLOCKS)
+        assert len(worst) >= 10 * len(MODES) * 2 - 4 * len(NOT_IN_BLOCKS)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -144,6 +147,10 @@ def test_ranks_exchange_the_same_in_the_same_order():
     assert by_rank[0]["keep"] == forward + [kv, 3 * q, q, back, back] * 2
     assert by_rank[0]["recompute"] == forward + [kv, 2 * q, q, back, back] * 2
     assert by_rank[0]["fused"] == forward + [kv, 2 * q, q, q, back, back] * 2
+    # Looking ahead changes the order, on every rank alike, and nothing else.
+    for name in ("keep", "fused", "blocks"):
+        ahead, at_once = by_rank[0][f"{name}, overlap"], by_rank[0][name]
+        assert sorted(ahead) == sorted(at_once) and ahead != at_once
     # A block of half the rows: q and dout go, and dq and the output come back.
     assert by_rank[0]["blocks"] == forward + [kv, *(q, q) * 2, back, back] * 2
 

@@ -41,23 +41,24 @@ def exchange(send: Tensor, group: Group) -> Tensor:
 class InFlight:
     """An exchange that was started; :meth:`wait` gives what was received."""
 
-    send: Tensor
     received: Tensor
-    work: dist.Work | None
+    _send: Tensor | None = None
+    _work: dist.Work | None = None
 
     def wait(self) -> Tensor:
-        """What was received; the send buffer may be reused then."""
-        if self.work is not None:
-            self.work.wait()
+        """What was received; the send buffer is let go."""
+        if self._work is not None:
+            self._work.wait()
+        self._send = self._work = None
         return self.received
 
 
-def start_exchange(send: Tensor, group: Group) -> InFlight:
-    """:func:`exchange`, not waited for: it goes on while this rank computes."""
-    if group_ranks(group) == 1:
-        return InFlight(send, send, None)
+def start_exchange(send: Tensor, group: Group, *, overlap: bool) -> InFlight:
+    """:func:`exchange`, not waited for if `overlap`: it goes on while this rank computes."""
+    if not overlap or group_ranks(group) == 1:
+        return InFlight(exchange(send, group))
     received = torch.empty_like(send)
-    return InFlight(send, received, dist.all_to_all_single(received, send, group=group, async_op=True))
+    return InFlight(received, send, dist.all_to_all_single(received, send, group=group, async_op=True))
 
 
 def gather_over_group(value: Tensor, group: Group) -> list[Tensor]:

@@ -12,9 +12,9 @@ K KV heads over all ranks, D head size, n query heads and v KV heads of one rank
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from upipe_integrations.all_to_all import (
     Group,
+    InFlight,
     attention_view,
     exchange,
     group_rank,
     group_ranks,
     sequence_pieces,
+    start_exchange,
 )
 from upipe_integrations.heads import put_heads
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
@@ -308,21 +310,22 @@ class _Call:
         """The same call with its sources' tensors in place."""
         return dataclasses.replace(self, sources=self.sources.with_tensors(iter(tensors)))
 
-    def fetch(self, *parts: _Part) -> list[Tensor]:
-        """The parts' heads over the whole sequence, `[B, n, S, D]` each: one exchange where sizes allow."""
-        if len({part.source.head_dim for part in parts}) > 1:
-            return [heads for part in parts for heads in self.fetch(part)]
-        received = attention_view(self.exchanged(*parts))
-        widths = [part.chunk.per_rank for part in parts]
-        return list(self.layout.to_natural(received, 2, self.schedule.ranks).split(widths, 1))
-
     @property
     def block_kernel(self) -> BlockKernel:
         """The kernel, which was checked to attend blocks."""
         return self.kernel  # type: ignore[return-value]
 
-    def exchanged(self, *parts: _Part) -> Tensor:
-        """The parts' heads side by side, as received: `[C, L, B, all their n, D]`."""
+    def start(self, *parts: _Part) -> _Arriving:
+        """Project the parts' heads and send them: side by side in one exchange where sizes allow."""
+        alike = len({part.source.head_dim for part in parts}) == 1
+        groups = [parts] if alike else [(part,) for part in parts]
+        widths = tuple(tuple(part.chunk.per_rank for part in group) for group in groups)
+        overlap = self.mode.overlap
+        sent = [start_exchange(self._packed(group), self.group, overlap=overlap) for group in groups]
+        return _Arriving(sent, widths, self)
+
+    def _packed(self, parts: Sequence[_Part]) -> Tensor:
+        """The parts' heads side by side in a send buffer `[C, L, B, all their n, D]`."""
         B, L = parts[0].source.shape_of(parts[0].x)
         widths = [part.chunk.per_rank for part in parts]
         reads = parts[0].source.tensors()[0]
@@ -340,7 +343,7 @@ class _Call:
             part.source.write(part.x, part.chunk, target)
             if part.padding_is_zero:
                 _zero_padding(target, part.chunk)
-        return exchange(send, self.group)
+        return send
 
     def to_pieces(self, attended: Tensor) -> Tensor:
         """`[B, n, S, D]` -> `[C, L, B, n, D]` to send back."""
@@ -372,6 +375,53 @@ class _Call:
         return out, lse
 
 
+class _Arriving:
+    """Heads that were sent; see ``_Call.start``."""
+
+    def __init__(self, exchanges: list[InFlight], widths: tuple[tuple[int, ...], ...], call: _Call) -> None:
+        self._exchanges = exchanges
+        self._widths = widths
+        self._call = call
+
+    def pieces(self) -> Tensor:
+        """All parts side by side as received, `[C, L, B, all their n, D]`; once, when they went in one exchange."""
+        (sent,) = self._exchanges
+        self._exchanges = []
+        return sent.wait()
+
+    def heads(self) -> list[Tensor]:
+        """Each part's heads over the whole sequence, `[B, n, S, D]`; once."""
+        heads: list[Tensor] = []
+        for sent, widths in zip(self._exchanges, self._widths, strict=True):
+            received = attention_view(sent.wait())
+            heads += self._call.layout.to_natural(received, 2, self._call.schedule.ranks).split(widths, 1)
+        self._exchanges = []
+        return heads
+
+
+_Step = TypeVar("_Step")
+
+
+def _ahead(
+    steps: Iterable[_Step], ask: Callable[[_Step], list[_Arriving | None]], overlap: bool
+) -> Iterator[tuple[_Step, Callable[[], list[_Arriving | None]], Callable[[], None]]]:
+    """(step, take, look_ahead) for each step: `take` gives what `ask` sent for it, and `look_ahead`, called when that
+    has arrived, asks for the next step's if `overlap` says so; else `take` asks first."""
+    all_steps = list(steps)
+    asked: dict[int, list[_Arriving | None]] = {}
+
+    for i, step in enumerate(all_steps):
+
+        def take(i: int = i) -> list[_Arriving | None]:
+            return asked.pop(i) if i in asked else ask(all_steps[i])
+
+        def look_ahead(i: int = i) -> None:
+            if overlap and i + 1 < len(all_steps):
+                asked[i + 1] = ask(all_steps[i + 1])
+
+        yield step, take, look_ahead
+
+
 def _zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
     """Make the repeated heads of `[C, L, B, n, D]` zero."""
     for position in chunk.padding:
@@ -386,12 +436,17 @@ def _forward(call: _Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tenso
     lses = []
     kh = vh = None
     shape = sources.q.shape_of(x)
-    for stage in call.schedule.stages:
-        if stage.opens_kv:
-            kh = vh = None
-            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
-        assert kh is not None and vh is not None
-        (qh,) = call.fetch(_Part(sources.q, x, stage.q))
+
+    def ask(stage: Stage) -> list[_Arriving | None]:
+        return [_ask_kv(call, x, stage), call.start(_Part(sources.q, x, stage.q))]
+
+    for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
+        kv, q = take()
+        if kv is not None:
+            kh, vh = kv.heads()
+        assert kh is not None and vh is not None and q is not None
+        (qh,) = q.heads()
+        look_ahead()
         o, lse = call.attend(stage, qh, kh, vh, sinks)
         del qh
         if stage.closes_kv:
@@ -442,17 +497,26 @@ def _backward(
     """
     sources = call.sources
     kh = vh = dk = dv = None
-    for number, stage in enumerate(call.schedule.stages):
-        if stage.opens_kv:
-            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
-        assert kh is not None and vh is not None
+    lses = iter(kept[1] if kept else [])
+
+    def ask(stage: Stage) -> list[_Arriving | None]:
         parts = [_Part(sources.q, x, stage.q), _dout_part(sources, grad, stage)]
+        if kept is not None:
+            parts.append(_Part(GivenHeads(kept[0]), None, stage.q))
+        return [_ask_kv(call, x, stage), call.start(*parts)]
+
+    for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
+        kv, of_queries = take()
+        if kv is not None:
+            kh, vh = kv.heads()
+        assert kh is not None and vh is not None and of_queries is not None
+        qh, doh, *out_heads = of_queries.heads()
+        look_ahead()
         if kept is None:
-            qh, doh = call.fetch(*parts)
             oh, lse = call.attend(stage, qh, kh, vh, sinks)
         else:
-            qh, doh, oh = call.fetch(*parts, _Part(GivenHeads(kept[0]), None, stage.q))
-            lse = kept[1][number]
+            (oh,), lse = out_heads, next(lses)
+        del out_heads
         if grads.sinks is not None and sinks is not None:
             _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), doh, oh, lse)
         pairing = call.pairing(stage, qh.device)
@@ -501,41 +565,47 @@ def _backward_in_blocks(call: _Call, grad: Tensor, x: Tensor, sinks: Tensor | No
     the buffer, and travel back in one exchange.
     """
     sources, C = call.sources, call.schedule.ranks
-    output = sources.output
-    assert output is not None and isinstance(sources.q, Projection)
+    output, projection = sources.output, sources.q
+    assert output is not None and isinstance(projection, Projection)
     B, L, E = x.shape
     size = L // call.mode.blocks
     grads.dx = x.new_zeros(B, L, E, dtype=call.mode.sum_dtype(call.dtype))
     kh = vh = dk = dv = None
-    for stage in call.schedule.stages:
-        if stage.opens_kv:
-            kh, vh = call.fetch(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
+    steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
+    of_output = RowSum()
+
+    def ask(step: tuple[Stage, slice]) -> list[_Arriving | None]:
+        stage, rows = step
+        of_queries = _Part(projection.at_rows(rows), x[:, rows], stage.q), _dout_part(sources, grad[:, rows], stage)
+        return [_ask_kv(call, x, stage) if rows.start == 0 else None, call.start(*of_queries)]
+
+    for (stage, rows), take, look_ahead in _ahead(steps, ask, call.mode.overlap):
+        kv, of_queries = take()
+        if kv is not None:
+            kh, vh = kv.heads()
             sum_dtype = call.mode.kv_sum_dtype(call.dtype)
             dk, dv = (t.new_zeros(t.shape, dtype=sum_dtype) for t in (_by_row(kh), _by_row(vh)))
             dk, dv = (t.permute(1, 2, 0, 3) for t in (dk, dv))
-        assert kh is not None and vh is not None and dk is not None and dv is not None
-        of_output = RowSum()
-        for first in range(0, L, size):
-            rows = slice(first, first + size)
-            x_rows, grad_rows = x[:, rows], grad[:, rows]
-            part = _Part(sources.q.at_rows(rows), x_rows, stage.q)
-            dout = _dout_part(sources, grad_rows, stage)
-            pieces = call.exchanged(part, dout)
-            n = stage.q.per_rank
-            for c in range(C):
-                start = call.layout.row_of(c, first, L * C, C)
-                q, do = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))
-                dq, o = _piece_backward(call, stage, (q, do, kh, vh), (dk, dv), start, sinks, grads)
-                q.copy_(dq)
-                do.copy_(o)
-                del q, do, dq, o
-            pieces = exchange(pieces, call.group)
-            dq, o = pieces.split([n, n], 3)
-            grads.q.add(dq, x_rows, stage.q, grads.dx[:, rows], rows)
-            if grads.output is not None:
-                _zero_padding(o, stage.q)
-                of_output.add(output.weight_rows(o, grad_rows), True)
-            del pieces, dq, o
+        assert kh is not None and vh is not None and dk is not None and dv is not None and of_queries is not None
+        pieces = of_queries.pieces()
+        look_ahead()
+        n = stage.q.per_rank
+        for c in range(C):
+            start = call.layout.row_of(c, rows.start, L * C, C)
+            q, do = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))
+            dq, o = _piece_backward(call, stage, (q, do, kh, vh), (dk, dv), start, sinks, grads)
+            q.copy_(dq)
+            do.copy_(o)
+            del q, do, dq, o
+        pieces = exchange(pieces, call.group)
+        dq, o = pieces.split([n, n], 3)
+        grads.q.add(dq, x[:, rows], stage.q, grads.dx[:, rows], rows)
+        if grads.output is not None:
+            _zero_padding(o, stage.q)
+            of_output.add(output.weight_rows(o, grad[:, rows]), True)
+        del pieces, dq, o
+        if rows.stop < L:
+            continue
         assert isinstance(grads.q, ProjectionGradient)
         grads.q.end_blocks(stage.q)
         if grads.output is not None:
@@ -596,6 +666,13 @@ def _piece_backward(
         del dq_part
     assert dq is not None
     return dq, out
+
+
+def _ask_kv(call: _Call, x: Tensor | None, stage: Stage) -> _Arriving | None:
+    """Send the stage's K and V, unless those of the stage before serve it."""
+    if not stage.opens_kv:
+        return None
+    return call.start(_Part(call.sources.k, x, stage.kv), _Part(call.sources.v, x, stage.kv))
 
 
 def _dout_part(sources: _Sources, grad: Tensor, stage: Stage) -> _Part:

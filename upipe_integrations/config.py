@@ -29,6 +29,7 @@ class UPipeConfig:
         memory: what a layer keeps for backward, one of ``upipe_integrations.mode.MEMORY``.
         query_blocks: blocks of a rank's rows in memory mode ``"blocks"``.
         accumulate: precision of sums over stages, one of ``upipe_integrations.mode.ACCUMULATE``.
+        overlap: send the next stage's heads while this one attends.
 
     Raises:
         ValueError: a value of the wrong type or outside its range; the message names key, value,
@@ -40,6 +41,7 @@ class UPipeConfig:
     memory: str = "keep"
     query_blocks: int = 4
     accumulate: str = "auto"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         meaning = {
@@ -60,10 +62,13 @@ class UPipeConfig:
                     f"upipe.{key} = {value!r}: no such {key}{closest(str(value), known)}. Known: {', '.join(known)}."
                 )
 
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"upipe.overlap = {self.overlap!r}: must be true or false. Leave it out for false.")
+
     @property
     def mode(self) -> Mode:
         """The engine's mode."""
-        return Mode(self.memory, self.query_blocks, self.accumulate)
+        return Mode(self.memory, self.query_blocks, self.accumulate, self.overlap)
 
     @classmethod
     def from_mapping(cls, block: Any) -> UPipeConfig:

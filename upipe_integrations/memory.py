@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
 from upipe_integrations.mode import Mode
 from upipe_integrations.projection import PRODUCT_PIECES
-from upipe_integrations.schedule import Schedule
+from upipe_integrations.schedule import Schedule, Stage
 
 # The CUDA caching allocator rounds blocks up to this.
 _BLOCK_BYTES = 512
@@ -69,31 +70,70 @@ def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) 
     """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass."""
     mode = mode or Mode()
     h, _, chi = _per_rank(layer, schedule.ranks)
-    wide = 2 if mode.accumulate == "float32" else 1
-    # Beside a stage: forward's result so far; backward's incoming gradients, what was kept, and dx so far.
-    result = chi * wide if mode.fuses_output else h
     lse = h * _LSE_BYTES / (2 * layer.head_dim)
-    incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
-    # A float32 y is rounded into a tensor of its own at the end.
-    forward = result + chi if mode.fuses_output and wide == 2 else 0.0
-    training = 0.0
-    for number, stage in enumerate(schedule.stages):
-        q, kappa = stage.q.per_rank, stage.kv.per_rank
-        attending = (0 if number == 0 else result) + 2 * q + 2 * kappa
-        writing = result + q + (0 if stage.closes_kv else 2 * kappa)
+    stages = [
+        _StageSizes.of(stage, after if mode.overlap else None)
+        for stage, after in zip_longest(schedule.stages, schedule.stages[1:])
+    ]
+    return PeakUnits(_forward_peak(stages, mode, h, chi, lse), _training_peak(stages, mode, h, chi, schedule.ranks))
+
+
+@dataclass(frozen=True)
+class _StageSizes:
+    """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap)."""
+
+    q: int
+    kappa: int
+    opens_kv: bool
+    closes_kv: bool
+    next_q: int
+    next_kappa: int
+
+    @classmethod
+    def of(cls, stage: Stage, after: Stage | None) -> _StageSizes:
+        next_q, next_kappa = (0, 0) if after is None else (after.q.per_rank, after.kv.per_rank * after.opens_kv)
+        return cls(stage.q.per_rank, stage.kv.per_rank, stage.opens_kv, stage.closes_kv, next_q, next_kappa)
+
+    def in_flight(self, parts: int) -> int:
+        """Sent and received for the next stage: `parts` tensors of query heads, and K and V."""
+        return 2 * parts * self.next_q + 4 * self.next_kappa
+
+
+def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
+    wide = 2 if mode.accumulate == "float32" else 1
+    result = chi * wide if mode.fuses_output else h
+    peak = 0.0
+    if mode.fuses_output and wide == 2:  # y is rounded into a tensor of its own at the end
+        peak = result + chi
+    if mode.overlap:  # K, V and q of the first stage are all sent before the first is waited for
+        peak = max(peak, 2 * stages[0].q + 4 * stages[0].kappa)
+    for number, s in enumerate(stages):
+        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa
+        writing = result + s.q + (0 if s.closes_kv else 2 * s.kappa)
         if mode.fuses_output:
-            writing += q + (chi / PRODUCT_PIECES if wide == 2 else 0)
-        forward = max(forward, attending + lse, writing + lse)
-        sums = (0 if number == 0 else chi * wide) + (0 if stage.opens_kv else 2 * kappa * wide)
-        expanded = 2 * q if q != kappa else 0
+            writing += s.q + (chi / PRODUCT_PIECES if wide == 2 else 0)
+        peak = max(peak, max(attending, writing) + s.in_flight(1) + lse)
+    return peak
+
+
+def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int) -> float:
+    wide = 2 if mode.accumulate == "float32" else 1
+    # Beside a stage: the incoming gradients, what was kept, and dx so far.
+    incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
+    peak = 0.0
+    for number, s in enumerate(stages):
+        expanded = 2 * s.q if s.q != s.kappa else 0
         if mode.blocks > 1:
-            blocks, tiles = mode.blocks, schedule.ranks
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
-            attending = 2 * q / blocks + 6 * q / (blocks * schedule.ranks) + (2 * kappa + expanded) / tiles
-            training = max(training, chi + chi * wide + 6 * kappa + max(4 * q / blocks, attending))
+            exchanging = 4 * s.q / mode.blocks
+            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + expanded) / ranks
+            in_flight = exchanging + 4 * s.next_kappa if mode.overlap else 0
+            stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
-            training = max(training, incoming + sums + 4 * q + 4 * kappa + 2 * q + expanded)
-    return PeakUnits(forward, training)
+            sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
+            stage = sums + 4 * s.q + 4 * s.kappa + 2 * s.q + expanded + s.in_flight(3 if mode.memory == "keep" else 2)
+        peak = max(peak, incoming + stage)
+    return peak
 
 
 def _per_rank(layer: LayerShape, ranks: int) -> tuple[float, float, float]:

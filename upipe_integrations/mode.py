@@ -24,11 +24,14 @@ class Mode:
         query_blocks: blocks of a rank's rows in ``"blocks"``.
         accumulate: ``"auto"`` sums y, dx and a stage's dK, dV in the compute dtype, but dK and dV over blocks in
             float32; ``"float32"`` sums everything in float32.
+        overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
+            memory of one more stage's exchange.
     """
 
     memory: str = "keep"
     query_blocks: int = 4
     accumulate: str = "auto"
+    overlap: bool = False
 
     @property
     def fuses_output(self) -> bool:
