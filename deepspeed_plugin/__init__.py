@@ -5,9 +5,10 @@ it. :func:`register` and :func:`unregister` do the same explicitly. Neither Deep
 imported here.
 """
 
+from deepspeed_plugin.checkpointing import enable_checkpointing
 from deepspeed_plugin.loss import group_mean_loss, sequence_parallel_loss
 from deepspeed_plugin.switch import register, unregister
 
-__all__ = ["group_mean_loss", "register", "sequence_parallel_loss", "unregister"]
+__all__ = ["enable_checkpointing", "group_mean_loss", "register", "sequence_parallel_loss", "unregister"]
 
 register()

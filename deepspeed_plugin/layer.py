@@ -8,6 +8,7 @@ tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ class StagedAttention(nn.Module):
         self.facts = facts
         self.schedule = schedule
         self.settings = settings
+        self.keep_result = False
+        """Whether attention runs as an operator whose result selective checkpointing keeps."""
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
@@ -83,7 +86,7 @@ class StagedAttention(nn.Module):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
-        mode = self.settings.config.mode
+        mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
         check_projections(facts.class_name, attention, mode)
         spec = AttentionSpec(causal=True, scale=facts.scale, window=facts.window, documents=documents)
         request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec)

@@ -191,6 +191,50 @@ def test_bf16_errs_as_ulysses_does():
             assert 0 < errors[f"{stage} upipe"] < 1.15 * errors[f"{stage} ulysses"]
 
 
+def _selective() -> dict[str, tuple[float, int]]:
+    """(error, attention forwards) of a step under selective and plain checkpointing, at ZeRO 2 and 3."""
+    import deepspeed_plugin
+    from upipe_integrations.kernels import TorchCpuFlash
+
+    calls = []
+    forward_of_kernel = TorchCpuFlash.forward
+
+    def counted(self, *args):
+        calls.append(1)
+        return forward_of_kernel(self, *args)
+
+    batch = make_batch(seq=32)
+    wanted = expected_of(make_model("qwen3"), batch)
+    TorchCpuFlash.forward = counted
+    results = {}
+    for stage in (2, 3):
+        for keep in (True, False):
+            model = make_model("qwen3")
+            settings = {"upipe": {"chunk_heads": 4, "memory": "fused"}}
+            engine = make_engine(model, ds_config(stage, **settings), register_ulysses(model, 2))
+            deepspeed_plugin.enable_checkpointing(engine.module, keep_attention=keep)
+            engine.train()
+            calls.clear()
+            error = compare(train_step(engine, batch), wanted)
+            results[f"{stage} {keep}"] = (error, len(calls))
+            engine.destroy()
+    try:
+        deepspeed_plugin.enable_checkpointing(make_model("llama"))
+    except ValueError as error:
+        results["none"] = str(error)
+    return results
+
+
+def test_checkpointing_keeps_the_attention_result():
+    layers, stages = 2, 2
+    for results in run_ranks(2, _selective):
+        assert "LlamaForCausalLM has no attention that UPipe replaced" in results.pop("none")
+        assert {name: error for name, (error, _) in results.items() if error > 5e-6} == {}
+        for stage in (2, 3):
+            assert results[f"{stage} True"][1] == 2 * layers * stages  # forward, and again in the fused backward
+            assert results[f"{stage} False"][1] == 3 * layers * stages
+
+
 # ---------------------------------------------------------------- groups: two of two, by mpu and by mesh
 
 

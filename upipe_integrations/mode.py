@@ -26,12 +26,15 @@ class Mode:
             float32; ``"float32"`` sums everything in float32.
         overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
             memory of one more stage's exchange.
+        operator: run as the registered operator ``torch.ops.upipe.attention``, which selective activation
+            checkpointing can keep the result of; see ``upipe_integrations.checkpoint``.
     """
 
     memory: str = "keep"
     query_blocks: int = 4
     accumulate: str = "auto"
     overlap: bool = False
+    operator: bool = False
 
     @property
     def fuses_output(self) -> bool:

@@ -1,0 +1,570 @@
+"""The stage loop, forward and backward.
+
+Per stage (arXiv 2602.21196, section 3): project some query heads of every rank and the KV heads they need,
+rotate them into a send buffer, all-to-all to head shards, attend over the whole sequence, all-to-all back,
+write (or add through the output projection). One stage's tensors exist at a time, so attention intermediates
+are O(chunk_heads), not O(heads); that is why forward and backward are written out instead of left to
+autograd, which would keep every stage. A ``del`` here is a promise that tests/test_memory.py holds.
+
+Shapes: B batch, L rows of the sequence on this rank, C ranks, S = C * L, E input size, H query heads and
+K KV heads over all ranks, D head size, n query heads and v KV heads of one rank in one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from upipe_integrations.all_to_all import (
+    Group,
+    InFlight,
+    attention_view,
+    exchange,
+    group_rank,
+    sequence_pieces,
+    start_exchange,
+)
+from upipe_integrations.heads import put_heads
+from upipe_integrations.kernels import AttentionSpec, Kernel
+from upipe_integrations.kernels.base import BlockKernel
+from upipe_integrations.layout import Layout
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import (
+    GivenHeads,
+    GivenHeadsGradient,
+    OutputProjection,
+    Projection,
+    ProjectionGradient,
+    RowSum,
+)
+from upipe_integrations.schedule import HeadChunk, Schedule, Stage
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where query, key and value heads come from (projections of x, or tensors that are given), and where the
+    attended heads go: to the output projection, or (None) to the caller."""
+
+    q: Projection | GivenHeads
+    k: Projection | GivenHeads
+    v: Projection | GivenHeads
+    output: OutputProjection | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Every tensor read, q's first."""
+        return [t for source in (self.q, self.k, self.v, self.output) if source for t in source.tensors()]
+
+    def with_tensors(self, tensors: Iterator[Tensor | None]) -> Sources:
+        """The same with other tensors."""
+        q, k, v = (source.with_tensors(tensors) for source in (self.q, self.k, self.v))
+        return Sources(q, k, v, None if self.output is None else self.output.with_tensors(tensors))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some heads to send: a source, what it reads, and which heads."""
+
+    source: Projection | GivenHeads
+    x: Tensor | None
+    chunk: HeadChunk
+    padding_is_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything of one call; outside forward and backward its sources hold no tensors."""
+
+    sources: Sources
+    schedule: Schedule
+    group: Group
+    kernel: Kernel
+    spec: AttentionSpec
+    layout: Layout
+    mode: Mode
+    dtype: torch.dtype
+
+    def without_tensors(self) -> Call:
+        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
+        return self.with_tensors([None if t is None else t.new_empty(0) for t in self.sources.tensors()])
+
+    def with_tensors(self, tensors: Iterable[Tensor | None]) -> Call:
+        """The same call with its sources' tensors in place."""
+        return dataclasses.replace(self, sources=self.sources.with_tensors(iter(tensors)))
+
+    @property
+    def block_kernel(self) -> BlockKernel:
+        """The kernel, which was checked to attend blocks."""
+        return self.kernel  # type: ignore[return-value]
+
+    def start(self, *parts: _Part) -> _Arriving:
+        """Project the parts' heads and send them: side by side in one exchange where sizes allow."""
+        alike = len({part.source.head_dim for part in parts}) == 1
+        groups = [parts] if alike else [(part,) for part in parts]
+        widths = tuple(tuple(part.chunk.per_rank for part in group) for group in groups)
+        overlap = self.mode.overlap
+        sent = [start_exchange(self._packed(group), self.group, overlap=overlap) for group in groups]
+        return _Arriving(sent, widths, self)
+
+    def _packed(self, parts: Sequence[_Part]) -> Tensor:
+        """The parts' heads side by side in a send buffer `[C, L, B, all their n, D]`."""
+        B, L = parts[0].source.shape_of(parts[0].x)
+        widths = [part.chunk.per_rank for part in parts]
+        reads = parts[0].source.tensors()[0]
+        assert reads is not None
+        send = torch.empty(
+            self.schedule.ranks,
+            L,
+            B,
+            sum(widths),
+            parts[0].source.head_dim,
+            dtype=self.dtype,
+            device=reads.device,
+        )
+        for part, target in zip(parts, send.split(widths, 3), strict=True):
+            part.source.write(part.x, part.chunk, target)
+            if part.padding_is_zero:
+                _zero_padding(target, part.chunk)
+        return send
+
+    def to_pieces(self, attended: Tensor) -> Tensor:
+        """`[B, n, S, D]` -> `[C, L, B, n, D]` to send back."""
+        return sequence_pieces(self.layout.from_natural(attended, 2, self.schedule.ranks), self.schedule.ranks)
+
+    def heads_here(self, stage: Stage) -> tuple[int, ...]:
+        """Global numbers of the query heads that this rank attends in a stage."""
+        return stage.q.by_rank[group_rank(self.group)]
+
+    def spec_of(self, stage: Stage) -> AttentionSpec:
+        """The spec for a stage's kernel calls: dropout must know the heads."""
+        if self.spec.dropout is None:
+            return self.spec
+        return dataclasses.replace(
+            self.spec, dropout=dataclasses.replace(self.spec.dropout, heads=self.heads_here(stage))
+        )
+
+    def pairing(self, stage: Stage, device: torch.device) -> Tensor | None:
+        """Which KV head each query head attends, or None when the kernel's own grouping says the same."""
+        rank = group_rank(self.group)
+        return None if stage.grouped_evenly(rank) else torch.tensor(stage.kv_of_q[rank], device=device)
+
+    def attend(self, stage: Stage, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a stage."""
+        pairing = self.pairing(stage, q.device)
+        out, lse = self.kernel.forward(q, _paired(k, pairing), _paired(v, pairing), self.spec_of(stage))
+        if sinks is not None:
+            return _with_sinks(out, lse, sinks[list(self.heads_here(stage))])
+        return out, lse
+
+
+class _Arriving:
+    """Heads that were sent; see ``Call.start``."""
+
+    def __init__(self, exchanges: list[InFlight], widths: tuple[tuple[int, ...], ...], call: Call) -> None:
+        self._exchanges = exchanges
+        self._widths = widths
+        self._call = call
+
+    def pieces(self) -> Tensor:
+        """All parts side by side as received, `[C, L, B, all their n, D]`; once, when they went in one exchange."""
+        (sent,) = self._exchanges
+        self._exchanges = []
+        return sent.wait()
+
+    def heads(self) -> list[Tensor]:
+        """Each part's heads over the whole sequence, `[B, n, S, D]`; once."""
+        heads: list[Tensor] = []
+        for sent, widths in zip(self._exchanges, self._widths, strict=True):
+            received = attention_view(sent.wait())
+            heads += self._call.layout.to_natural(received, 2, self._call.schedule.ranks).split(widths, 1)
+        self._exchanges = []
+        return heads
+
+
+_Step = TypeVar("_Step")
+
+
+def _ahead(
+    steps: Iterable[_Step], ask: Callable[[_Step], list[_Arriving | None]], overlap: bool
+) -> Iterator[tuple[_Step, Callable[[], list[_Arriving | None]], Callable[[], None]]]:
+    """(step, take, look_ahead) for each step: `take` gives what `ask` sent for it, and `look_ahead`, called when that
+    has arrived, asks for the next step's if `overlap` says so; else `take` asks first."""
+    all_steps = list(steps)
+    asked: dict[int, list[_Arriving | None]] = {}
+
+    for i, step in enumerate(all_steps):
+
+        def take(i: int = i) -> list[_Arriving | None]:
+            return asked.pop(i) if i in asked else ask(all_steps[i])
+
+        def look_ahead(i: int = i) -> None:
+            if overlap and i + 1 < len(all_steps):
+                asked[i + 1] = ask(all_steps[i + 1])
+
+        yield step, take, look_ahead
+
+
+def _zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
+    """Make the repeated heads of `[C, L, B, n, D]` zero."""
+    for position in chunk.padding:
+        rank, j = divmod(position, chunk.per_rank)
+        pieces[rank, :, :, j] = 0
+
+
+def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """(result, each stage's lse); the result is `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection."""
+    sources = call.sources
+    result: Tensor | None = None
+    lses = []
+    kh = vh = None
+    shape = sources.q.shape_of(x)
+
+    def ask(stage: Stage) -> list[_Arriving | None]:
+        return [_ask_kv(call, x, stage), call.start(_Part(sources.q, x, stage.q))]
+
+    for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
+        kv, q = take()
+        if kv is not None:
+            kh, vh = kv.heads()
+        assert kh is not None and vh is not None and q is not None
+        (qh,) = q.heads()
+        look_ahead()
+        o, lse = call.attend(stage, qh, kh, vh, sinks)
+        del qh
+        if stage.closes_kv:
+            kh = vh = None
+        lses.append(lse)
+        o = call.to_pieces(o)
+        o = exchange(o, call.group)
+        if sources.output is not None:
+            _zero_padding(o, stage.q)
+            result = sources.output.add(result, o, stage.q, call.mode.sum_dtype(call.dtype))
+        else:
+            if result is None:
+                result = o.new_empty(*shape, call.schedule.heads, o.shape[4])
+            put_heads(result, stage.q, 2, o.permute(2, 1, 0, 3, 4))
+        del o
+    assert result is not None
+    if sources.output is None:
+        return result, lses
+    if sources.output.bias is not None:
+        result += sources.output.bias.to(result.dtype)
+    return result.to(call.dtype).view(*shape, -1), lses
+
+
+@dataclass
+class _Gradients:
+    """What backward accumulates."""
+
+    q: ProjectionGradient | GivenHeadsGradient
+    k: ProjectionGradient | GivenHeadsGradient
+    v: ProjectionGradient | GivenHeadsGradient
+    sinks: Tensor | None
+    output: Tensor | None
+    dx: Tensor | None = None
+
+
+def _backward(
+    call: Call,
+    grad: Tensor,
+    x: Tensor | None,
+    sinks: Tensor | None,
+    kept: tuple[Tensor, list[Tensor]] | None,
+    grads: _Gradients,
+) -> None:
+    """Adds to `grads`; its dx becomes `[B * L, E]`.
+
+    `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `kept` is what forward
+    gave (out `[B, L, H, Dv]` and lse), or None where a stage's attention is run again.
+    """
+    sources = call.sources
+    kh = vh = dk = dv = None
+    lses = iter(kept[1] if kept else [])
+
+    def ask(stage: Stage) -> list[_Arriving | None]:
+        parts = [_Part(sources.q, x, stage.q), _dout_part(sources, grad, stage)]
+        if kept is not None:
+            parts.append(_Part(GivenHeads(kept[0]), None, stage.q))
+        return [_ask_kv(call, x, stage), call.start(*parts)]
+
+    for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
+        kv, of_queries = take()
+        if kv is not None:
+            kh, vh = kv.heads()
+        assert kh is not None and vh is not None and of_queries is not None
+        qh, doh, *out_heads = of_queries.heads()
+        look_ahead()
+        if kept is None:
+            oh, lse = call.attend(stage, qh, kh, vh, sinks)
+        else:
+            (oh,), lse = out_heads, next(lses)
+        del out_heads
+        if grads.sinks is not None and sinks is not None:
+            _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), doh, oh, lse)
+        pairing = call.pairing(stage, qh.device)
+        dq, dk_stage, dv_stage = call.kernel.backward(
+            doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec_of(stage)
+        )
+        del qh, doh, lse
+        if sources.output is None:
+            del oh
+        sum_dtype = kh.dtype if stage.opens_kv and stage.closes_kv else call.mode.kv_sum_dtype(kh.dtype)
+        dk = _accumulated(dk, dk_stage, kh, pairing, sum_dtype)
+        dv = _accumulated(dv, dv_stage, vh, pairing, sum_dtype)
+        del dk_stage, dv_stage
+        if stage.closes_kv:
+            kh = vh = None
+        dq = call.to_pieces(dq)
+        dq = exchange(dq, call.group)
+        grads.dx = grads.q.add(dq, x, stage.q, grads.dx)
+        del dq
+        if sources.output is not None:
+            if grads.output is not None:
+                oh = call.to_pieces(oh)
+                oh = exchange(oh, call.group)
+                _zero_padding(oh, stage.q)
+                rows = sources.output.weight_rows(oh, grad)
+                sources.output.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
+                del rows
+            del oh
+        if stage.closes_kv:
+            dk = call.to_pieces(dk.to(call.dtype))
+            dk = exchange(dk, call.group)
+            grads.dx = grads.k.add(dk, x, stage.kv, grads.dx)
+            dk = None
+            dv = call.to_pieces(dv.to(call.dtype))
+            dv = exchange(dv, call.group)
+            grads.dx = grads.v.add(dv, x, stage.kv, grads.dx)
+            dv = None
+
+
+def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | None, grads: _Gradients) -> None:
+    """:func:`_backward` with the output projection fused and a stage's queries walked in blocks of rows.
+
+    K and V of a stage are exchanged whole, queries and their gradients a block of every rank's rows at a time.
+    Of the block, the piece that came from rank c is attended against the keys it can see, and its backward
+    run over tiles of them, with dK and dV summed over all. dq and the output take the places of q and dout in
+    the buffer, and travel back in one exchange.
+    """
+    sources, C = call.sources, call.schedule.ranks
+    output, projection = sources.output, sources.q
+    assert output is not None and isinstance(projection, Projection)
+    B, L, E = x.shape
+    size = L // call.mode.blocks
+    grads.dx = x.new_zeros(B, L, E, dtype=call.mode.sum_dtype(call.dtype))
+    kh = vh = dk = dv = None
+    steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
+    of_output = RowSum()
+
+    def ask(step: tuple[Stage, slice]) -> list[_Arriving | None]:
+        stage, rows = step
+        of_queries = _Part(projection.at_rows(rows), x[:, rows], stage.q), _dout_part(sources, grad[:, rows], stage)
+        return [_ask_kv(call, x, stage) if rows.start == 0 else None, call.start(*of_queries)]
+
+    for (stage, rows), take, look_ahead in _ahead(steps, ask, call.mode.overlap):
+        kv, of_queries = take()
+        if kv is not None:
+            kh, vh = kv.heads()
+            sum_dtype = call.mode.kv_sum_dtype(call.dtype)
+            dk, dv = (t.new_zeros(t.shape, dtype=sum_dtype) for t in (_by_row(kh), _by_row(vh)))
+            dk, dv = (t.permute(1, 2, 0, 3) for t in (dk, dv))
+        assert kh is not None and vh is not None and dk is not None and dv is not None and of_queries is not None
+        pieces = of_queries.pieces()
+        look_ahead()
+        n = stage.q.per_rank
+        for c in range(C):
+            start = call.layout.row_of(c, rows.start, L * C, C)
+            q, do = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))
+            dq, o = _piece_backward(call, stage, (q, do, kh, vh), (dk, dv), start, sinks, grads)
+            q.copy_(dq)
+            do.copy_(o)
+            del q, do, dq, o
+        pieces = exchange(pieces, call.group)
+        dq, o = pieces.split([n, n], 3)
+        grads.q.add(dq, x[:, rows], stage.q, grads.dx[:, rows], rows)
+        if grads.output is not None:
+            _zero_padding(o, stage.q)
+            of_output.add(output.weight_rows(o, grad[:, rows]), True)
+        del pieces, dq, o
+        if rows.stop < L:
+            continue
+        assert isinstance(grads.q, ProjectionGradient)
+        grads.q.end_blocks(stage.q)
+        if grads.output is not None:
+            output.add_rows(grads.output, of_output.take(), sources.v.head_dim, stage.q)
+        if stage.closes_kv:
+            kh = vh = None
+            dk = exchange(call.to_pieces(dk.to(call.dtype)), call.group)
+            grads.k.add(dk, x, stage.kv, grads.dx)
+            dk = None
+            dv = exchange(call.to_pieces(dv.to(call.dtype)), call.group)
+            grads.v.add(dv, x, stage.kv, grads.dx)
+            dv = None
+
+
+def _by_row(heads: Tensor) -> Tensor:
+    """`[B, v, S, D]` -> view `[S, B, v, D]`, as buffers lie in memory."""
+    return heads.permute(2, 0, 1, 3)
+
+
+def _piece_backward(
+    call: Call,
+    stage: Stage,
+    heads: tuple[Tensor, Tensor, Tensor, Tensor],
+    kv_grads: tuple[Tensor, Tensor],
+    start: int,
+    sinks: Tensor | None,
+    grads: _Gradients,
+) -> tuple[Tensor, Tensor]:
+    """(dq, out) of the query rows from `start` on; adds to dK, dV and the gradient of sinks.
+
+    `heads` are q, dout (of these rows), k and v (of the whole sequence).
+    """
+    q, dout, k, v = heads
+    dk, dv = kv_grads
+    kernel, spec = call.block_kernel, call.spec
+    S, ranks = k.shape[2], call.schedule.ranks
+    pairing = call.pairing(stage, q.device)
+    end = start + q.shape[2] if spec.causal else S
+    seen_k, seen_v = (_paired(t[:, :, :end], pairing) for t in (k, v))
+    out, lse = kernel.forward_block(q, seen_k, seen_v, spec, start)
+    if sinks is not None:
+        out, lse = _with_sinks(out, lse, sinks[list(call.heads_here(stage))])
+        if grads.sinks is not None:
+            _add_sink_gradient(grads.sinks, sinks, call.heads_here(stage), dout, out, lse)
+    dq: Tensor | None = None
+    for first in range(0, end, S // ranks):
+        tile = slice(first, min(first + S // ranks, end))
+        tile_k, tile_v = (_paired(t[:, :, tile], pairing) for t in (k, v))
+        dq_part, dk_part, dv_part = kernel.backward_block((dout, q, tile_k, tile_v, out, lse), spec, start, first)
+        if pairing is None:
+            dk[:, :, tile] += dk_part
+            dv[:, :, tile] += dv_part
+        else:
+            dk[:, :, tile].index_add_(1, pairing, dk_part.to(dk.dtype))
+            dv[:, :, tile].index_add_(1, pairing, dv_part.to(dv.dtype))
+        del dk_part, dv_part
+        dq = dq_part.to(dk.dtype) if dq is None else dq.add_(dq_part)
+        del dq_part
+    assert dq is not None
+    return dq, out
+
+
+def _ask_kv(call: Call, x: Tensor | None, stage: Stage) -> _Arriving | None:
+    """Send the stage's K and V, unless those of the stage before serve it."""
+    if not stage.opens_kv:
+        return None
+    return call.start(_Part(call.sources.k, x, stage.kv), _Part(call.sources.v, x, stage.kv))
+
+
+def _dout_part(sources: Sources, grad: Tensor, stage: Stage) -> _Part:
+    """A stage's gradient of the attended heads: part of `grad`, or of what it is behind the output projection."""
+    if sources.output is None:
+        return _Part(GivenHeads(grad), None, stage.q, padding_is_zero=True)
+    return _Part(sources.output.by_head(sources.v.head_dim), grad, stage.q, padding_is_zero=True)
+
+
+def _paired(kv: Tensor, pairing: Tensor | None) -> Tensor:
+    """The KV heads a kernel is given: its own, or one per query head where groups are uneven."""
+    return kv if pairing is None else kv.index_select(1, pairing)
+
+
+def _accumulated(total: Tensor | None, part: Tensor, kv: Tensor, pairing: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`total` plus a stage's gradient of `kv`, in place; the first part is taken as it is."""
+    if pairing is not None:
+        part = torch.zeros_like(kv).index_add_(1, pairing, part)
+    return part.to(dtype) if total is None else total.add_(part)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax in which each head's sink takes part without a value.
+
+    With that lse a kernel's backward gives the gradients of q, k and v as they are.
+    """
+    if lse.shape != out.shape[:3]:
+        raise ValueError(f"this kernel's lse has shape {tuple(lse.shape)}, which sinks can't be merged into.")
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return out * (lse - with_sink).exp()[..., None].to(out.dtype), with_sink
+
+
+def _add_sink_gradient(
+    total: Tensor, sinks: Tensor, heads: tuple[int, ...], dout: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """dsink = -sum over rows of the sink's probability times dout . out; repeated heads have zero dout."""
+    here = torch.tensor(heads, device=total.device)
+    probability = (sinks[here].to(lse.dtype)[None, :, None] - lse).exp()
+    through = torch.einsum("bnsd,bnsd->bns", dout.to(lse.dtype), out.to(lse.dtype))
+    total.index_add_(0, here, -(probability * through).sum((0, 2)).to(total.dtype))
+
+
+def run_forward(
+    call: Call, x: Tensor | None, sinks: Tensor | None, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor]]:
+    """(result, lse of each stage where the mode keeps it).
+
+    The result is `[B, L, H * Dv]`, or `[B, L, Y]` after the output projection.
+    """
+    with torch.autocast(_device_type(tensors), enabled=False):
+        result, lses = _forward(call.with_tensors(tensors), _cast(x, call.dtype), sinks)
+    if call.sources.output is None:
+        result = result.flatten(2, 3)
+    return result, lses if call.mode.memory == "keep" else []
+
+
+def run_backward(
+    call: Call,
+    grad: Tensor,
+    inputs: tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]],
+    kept: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of x, sinks and each of the tensors, where `wanted` (in that order) says so.
+
+    `inputs` are x, sinks and the tensors of :func:`run_forward`; `kept` its result and lses where the mode keeps
+    them, else nothing.
+    """
+    x, sinks, tensors = inputs
+    call = call.with_tensors(tensors)
+    sources = call.sources
+    of_tensors = iter(wanted[2:])
+    sum_dtype = call.mode.sum_dtype(call.dtype)
+    grads = _Gradients(
+        sources.q.gradient(of_tensors, sum_dtype),
+        sources.k.gradient(of_tensors, sum_dtype),
+        sources.v.gradient(of_tensors, sum_dtype),
+        torch.zeros_like(sinks) if sinks is not None and wanted[1] else None,
+        None,
+    )
+    of_output: list[Tensor | None] = []
+    if sources.output is not None:
+        grads.output = torch.zeros_like(sources.output.weight) if next(of_tensors) else None
+        of_output = [grads.output, _summed(grad, sources.output.bias) if next(of_tensors) else None]
+    heads = (call.schedule.heads, -1)
+    with torch.autocast(_device_type(tensors), enabled=False):
+        x_cast = _cast(x, call.dtype)
+        if call.mode.blocks > 1:
+            assert x_cast is not None
+            _backward_in_blocks(call, grad.to(call.dtype), x_cast, sinks, grads)
+        else:
+            of_heads = grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads)
+            kept_out = (kept[0].unflatten(2, heads), list(kept[1:])) if kept else None
+            _backward(call, of_heads, x_cast, sinks, kept_out, grads)
+    dx = None if x is None or grads.dx is None else grads.dx.to(x.dtype).view_as(x)
+    return [dx, grads.sinks, *(t for g in (grads.q, grads.k, grads.v) for t in g.tensors()), *of_output]
+
+
+def _summed(grad: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The gradient of a bias."""
+    return None if bias is None else grad.flatten(0, -2).sum(0).to(bias.dtype)
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
+
+
+def _device_type(tensors: Iterable[Tensor | None]) -> str:
+    return next(t.device.type for t in tensors if t is not None)
