@@ -231,8 +231,13 @@ def _check_blocks(call: Call, rows: int) -> None:
         raise ValueError("memory mode 'blocks' with value heads of another size is not supported. Use mode 'fused'.")
 
 
+# torch.compiler.disable, without the second that importing the compiler would add to importing this module.
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """The call through autograd: by its operator where the mode asks for one, else directly."""
+    """The call through autograd: by its operator where the mode asks for one, else directly.
+
+    Compiled code breaks its graph here: backward differentiates the caller's head functions.
+    """
     tensors = call.sources.tensors()
     if call.mode.operator:
         return attention_operator(call.without_tensors(), [x, sinks, *tensors])
