@@ -232,7 +232,7 @@ def _check_blocks(call: Call, rows: int) -> None:
 
 
 # torch.compiler.disable, without the second that importing the compiler would add to importing this module.
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
     """The call through autograd: by its operator where the mode asks for one, else directly.
 
