@@ -230,9 +230,9 @@ def peaks():
         ("8b upipe 8 fused", 8.2, 20.6),
         ("32b upipe 8 keep", 12.3, 39.0),
         ("32b upipe 8 recompute", 12.3, 31.0),
-        ("32b upipe 8 fused", 9.3, 23.0),
+        ("32b upipe 8 fused", 15.2, 23.0),  # y over 8 stages is summed in float32
         ("8b upipe 8 blocks", 8.2, 15.6),
-        ("32b upipe 8 blocks", 9.3, 18.0),
+        ("32b upipe 8 blocks", 15.2, 18.0),
     ],
 )
 def test_peak_is_at_most(peaks, name, forward, training):

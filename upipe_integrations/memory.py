@@ -100,7 +100,7 @@ class _StageSizes:
 
 
 def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
-    wide = 2 if mode.accumulate == "float32" else 1
+    wide = 2 if mode.y_sum_dtype(torch.bfloat16, len(stages)) == torch.float32 else 1
     result = chi * wide if mode.fuses_output else h
     peak = 0.0
     if mode.fuses_output and wide == 2:  # y is rounded into a tensor of its own at the end

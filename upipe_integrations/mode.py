@@ -8,6 +8,7 @@ import torch
 
 MEMORY = ("keep", "recompute", "fused", "blocks")
 """From most memory and least work to least memory and most work; see :class:`Mode`."""
+_STAGES_OF_ROUNDED_Y = 4
 ACCUMULATE = ("auto", "float32")
 
 
@@ -22,8 +23,9 @@ class Mode:
             the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
             backward, besides.
         query_blocks: blocks of a rank's rows in ``"blocks"``.
-        accumulate: ``"auto"`` sums y, dx and a stage's dK, dV in the compute dtype, but dK and dV over blocks in
-            float32; ``"float32"`` sums everything in float32.
+        accumulate: ``"auto"`` sums y, dx and a stage's dK, dV in the compute dtype, but dK and dV over blocks, and
+            y over more than 4 stages, in float32; ``"float32"`` sums everything in float32. docs/precision.md
+            argues it.
         overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
             memory of one more stage's exchange.
         operator: run as the registered operator ``torch.ops.upipe.attention``, which selective activation
@@ -47,8 +49,13 @@ class Mode:
         return self.query_blocks if self.memory == "blocks" else 1
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that y and dx are summed in over stages."""
+        """The dtype that dx is summed in over stages."""
         return torch.promote_types(dtype, torch.float32) if self.accumulate == "float32" else dtype
+
+    def y_sum_dtype(self, dtype: torch.dtype, stages: int) -> torch.dtype:
+        """The dtype that y is summed in over stages: its memory is forward's, which is not the training peak."""
+        exact = self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y
+        return torch.promote_types(dtype, torch.float32) if exact else dtype
 
     def kv_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that dK and dV are summed in over stages and blocks."""

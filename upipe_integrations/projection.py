@@ -12,7 +12,7 @@ projection, C ranks, n heads of one rank in one stage. Exchange buffers are `[C,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,9 @@ class Projection:
             rotary = RotateHalf(_next(tensors), _next(tensors))
         return Projection(weight, self.head_dim, bias, function, rotary)
 
-    def gradient(self, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
-        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so; dx in `sum_dtype`."""
-        return ProjectionGradient.zeros(self, wanted, sum_dtype)
+    def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
+        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
+        return ProjectionGradient.zeros(self, wanted)
 
     def at_rows(self, rows: slice) -> Projection:
         """The projection of some of this rank's rows only: what depends on the row is cut."""
@@ -192,38 +192,32 @@ class ProjectionGradient:
     projection: Projection
     weight: Tensor | None
     bias: Tensor | None
-    sum_dtype: torch.dtype
     function: list[Tensor | None] = dataclasses.field(default_factory=list)
     _weight_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
     _bias_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
 
     @classmethod
-    def zeros(cls, projection: Projection, wanted: Iterator[bool], sum_dtype: torch.dtype) -> ProjectionGradient:
+    def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
         """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
         tensors = projection.tensors()
         grads = [
             torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=False)
         ]
         read = len(projection.function.tensors) if projection.function else 0
-        return cls(projection, grads[0], grads[1], sum_dtype, grads[2 : 2 + read])
+        return cls(projection, grads[0], grads[1], grads[2 : 2 + read])
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``Projection.tensors``; rotary tables get none."""
         return [self.weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
 
     def add(
-        self,
-        received: Tensor,
-        x: Tensor | None,
-        chunk: HeadChunk,
-        dx: Tensor | None,
-        rows: slice | None = None,
-    ) -> Tensor | None:
+        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Add what the chunk's gradient `[C, L, B, n, D]` (back from the exchange) contributes.
 
-        `x` is `[B, L, E]`. Returns `dx` with its share added in place: `[B * L, E]`, or `[B, L, E]` where it is
-        given so; a new tensor if it was None. With `rows`, `received`, `x` and `dx` are of these rows only, and
-        weight gradients are collected in float32 until :meth:`end_blocks`.
+        `x` is `[B, L, E]`. Returns the factors `[B * L, heads * D]` and `[heads * D, E]` of dx, for
+        :func:`add_products`. With `rows`, `received` and `x` are of these rows only, and weight gradients are
+        collected in float32 until :meth:`end_blocks`.
         """
         assert x is not None
         projection, heads = self.projection, chunk.distinct
@@ -238,8 +232,7 @@ class ProjectionGradient:
             self._bias_rows.add(by_token.sum(0), rows is not None)
         if rows is None:
             self.end_blocks(chunk)
-        weight = projection._rows(projection.weight, heads, x.dtype)
-        return add_product(dx, by_token, weight, self.sum_dtype)
+        return by_token, projection._rows(projection.weight, heads, x.dtype)
 
     def end_blocks(self, chunk: HeadChunk) -> None:
         """Add what was collected for the chunk to the weight and bias gradients."""
@@ -310,7 +303,7 @@ class GivenHeads:
         """Another tensor in its place."""
         return GivenHeads(_next(tensors))
 
-    def gradient(self, wanted: Iterator[bool], sum_dtype: torch.dtype) -> GivenHeadsGradient:
+    def gradient(self, wanted: Iterator[bool]) -> GivenHeadsGradient:
         """Zero gradient, or none where `wanted` says so."""
         return GivenHeadsGradient(torch.zeros_like(self.tensor) if next(wanted) else None)
 
@@ -334,8 +327,8 @@ class GivenHeadsGradient:
         return [self.tensor]
 
     def add(
-        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, dx: Tensor | None, rows: slice | None = None
-    ) -> Tensor | None:
+        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Add the chunk's gradient `[C, L, B, n, D]` where its heads are; there is no x to have a gradient."""
         if self.tensor is not None:
             add_heads(self.tensor, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
@@ -388,6 +381,20 @@ class OutputProjection:
 def _by_token(received: Tensor) -> Tensor:
     """`[C, L, B, n, D]` -> `[B * L, C * n * D]`."""
     return received.permute(2, 1, 0, 3, 4).flatten(2, 4).flatten(0, 1)
+
+
+def add_products(
+    total: Tensor | None, factors: Sequence[tuple[Tensor, Tensor] | None], dtype: torch.dtype
+) -> Tensor | None:
+    """:func:`add_product` of several products, as one: a sum in the compute dtype rounds once, not once for each."""
+    given = [pair for pair in factors if pair is not None]
+    if not given:
+        return total
+    if len(given) == 1:
+        return add_product(total, *given[0], dtype)
+    rows = torch.cat([pair[0] for pair in given], 1)
+    weight = torch.cat([pair[1] for pair in given], 0)
+    return add_product(total, rows, weight, dtype)
 
 
 def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

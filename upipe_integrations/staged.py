@@ -41,6 +41,7 @@ from upipe_integrations.projection import (
     Projection,
     ProjectionGradient,
     RowSum,
+    add_products,
 )
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
 
@@ -222,6 +223,7 @@ def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor
     lses = []
     kh = vh = None
     shape = sources.q.shape_of(x)
+    y_dtype = call.mode.y_sum_dtype(call.dtype, len(call.schedule.stages))
 
     def ask(stage: Stage) -> list[_Arriving | None]:
         return [_ask_kv(call, x, stage), call.start(_Part(sources.q, x, stage.q))]
@@ -242,7 +244,7 @@ def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor
         o = exchange(o, call.group)
         if sources.output is not None:
             _zero_padding(o, stage.q)
-            result = sources.output.add(result, o, stage.q, call.mode.sum_dtype(call.dtype))
+            result = sources.output.add(result, o, stage.q, y_dtype)
         else:
             if result is None:
                 result = o.new_empty(*shape, call.schedule.heads, o.shape[4])
@@ -320,7 +322,7 @@ def _backward(
             kh = vh = None
         dq = call.to_pieces(dq)
         dq = exchange(dq, call.group)
-        grads.dx = grads.q.add(dq, x, stage.q, grads.dx)
+        factors = [grads.q.add(dq, x, stage.q)]
         del dq
         if sources.output is not None:
             if grads.output is not None:
@@ -334,12 +336,14 @@ def _backward(
         if stage.closes_kv:
             dk = call.to_pieces(dk.to(call.dtype))
             dk = exchange(dk, call.group)
-            grads.dx = grads.k.add(dk, x, stage.kv, grads.dx)
+            factors.append(grads.k.add(dk, x, stage.kv))
             dk = None
             dv = call.to_pieces(dv.to(call.dtype))
             dv = exchange(dv, call.group)
-            grads.dx = grads.v.add(dv, x, stage.kv, grads.dx)
+            factors.append(grads.v.add(dv, x, stage.kv))
             dv = None
+        grads.dx = add_products(grads.dx, factors, call.mode.sum_dtype(call.dtype))
+        del factors
 
 
 def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | None, grads: _Gradients) -> None:
@@ -355,7 +359,8 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
     assert output is not None and isinstance(projection, Projection)
     B, L, E = x.shape
     size = L // call.mode.blocks
-    grads.dx = x.new_zeros(B, L, E, dtype=call.mode.sum_dtype(call.dtype))
+    sum_dtype = call.mode.sum_dtype(call.dtype)
+    grads.dx = x.new_zeros(B, L, E, dtype=sum_dtype)
     kh = vh = dk = dv = None
     steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
     of_output = RowSum()
@@ -369,8 +374,8 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         kv, of_queries = take()
         if kv is not None:
             kh, vh = kv.heads()
-            sum_dtype = call.mode.kv_sum_dtype(call.dtype)
-            dk, dv = (t.new_zeros(t.shape, dtype=sum_dtype) for t in (_by_row(kh), _by_row(vh)))
+            kv_dtype = call.mode.kv_sum_dtype(call.dtype)
+            dk, dv = (t.new_zeros(t.shape, dtype=kv_dtype) for t in (_by_row(kh), _by_row(vh)))
             dk, dv = (t.permute(1, 2, 0, 3) for t in (dk, dv))
         assert kh is not None and vh is not None and dk is not None and dv is not None and of_queries is not None
         pieces = of_queries.pieces()
@@ -385,7 +390,9 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
             del q, do, dq, o
         pieces = exchange(pieces, call.group)
         dq, o = pieces.split([n, n], 3)
-        grads.q.add(dq, x[:, rows], stage.q, grads.dx[:, rows], rows)
+        factors = grads.q.add(dq, x[:, rows], stage.q, rows)
+        add_products(grads.dx[:, rows], [factors], sum_dtype)
+        del factors
         if grads.output is not None:
             _zero_padding(o, stage.q)
             of_output.add(output.weight_rows(o, grad[:, rows]), True)
@@ -399,11 +406,13 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         if stage.closes_kv:
             kh = vh = None
             dk = exchange(call.to_pieces(dk.to(call.dtype)), call.group)
-            grads.k.add(dk, x, stage.kv, grads.dx)
+            of_k = grads.k.add(dk, x, stage.kv)
             dk = None
             dv = exchange(call.to_pieces(dv.to(call.dtype)), call.group)
-            grads.v.add(dv, x, stage.kv, grads.dx)
+            of_v = grads.v.add(dv, x, stage.kv)
             dv = None
+            add_products(grads.dx, [of_k, of_v], sum_dtype)
+            del of_k, of_v
 
 
 def _by_row(heads: Tensor) -> Tensor:
@@ -531,11 +540,10 @@ def run_backward(
     call = call.with_tensors(tensors)
     sources = call.sources
     of_tensors = iter(wanted[2:])
-    sum_dtype = call.mode.sum_dtype(call.dtype)
     grads = _Gradients(
-        sources.q.gradient(of_tensors, sum_dtype),
-        sources.k.gradient(of_tensors, sum_dtype),
-        sources.v.gradient(of_tensors, sum_dtype),
+        sources.q.gradient(of_tensors),
+        sources.k.gradient(of_tensors),
+        sources.v.gradient(of_tensors),
         torch.zeros_like(sinks) if sinks is not None and wanted[1] else None,
         None,
     )
