@@ -9,6 +9,7 @@ value heads. All tensors are `[B, heads, S, D]` views of any strides with D cont
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -177,6 +178,34 @@ class BlockKernel(Kernel, Protocol):
         """(dq, dk, dv) of (dout, q, k, v, out, lse), k and v being the keys from `first_key` on: dq is the part
         that goes through them. Keys end no later than the rows, and do not begin within them."""
         ...
+
+
+class InBlocks(ABC):
+    """A kernel for which the whole sequence is one block: ``forward`` and ``backward`` from the block forms."""
+
+    @abstractmethod
+    def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
+        """See :class:`BlockKernel`."""
+
+    @abstractmethod
+    def backward_block(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        spec: AttentionSpec,
+        start: int,
+        first_key: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`BlockKernel`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self.forward_block(q, k, v, spec, 0)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`Kernel`."""
+        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

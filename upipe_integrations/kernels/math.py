@@ -15,6 +15,7 @@ from torch import Tensor
 from upipe_integrations.kernels.base import (
     HALF_PRECISION,
     AttentionSpec,
+    InBlocks,
     KernelRequest,
     Region,
     common,
@@ -25,7 +26,7 @@ from upipe_integrations.kernels.base import (
 _BLOCK_ROWS = 1024
 
 
-class MathKernel:
+class MathKernel(InBlocks):
     """Plain softmax attention with every feature; see the module docstring."""
 
     name = "math"
@@ -38,16 +39,6 @@ class MathKernel:
         """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
         # A mask is drawn for a region at a time, and blocks make other regions.
         return "dropout can't be drawn in blocks" if spec.dropout is not None else None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return self.forward_block(q, k, v, spec, 0)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""

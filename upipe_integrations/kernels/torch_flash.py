@@ -20,6 +20,7 @@ from upipe_integrations.kernels.base import (
     VALUE_SIZE,
     WINDOW,
     AttentionSpec,
+    InBlocks,
     KernelRequest,
     Region,
     common,
@@ -37,7 +38,7 @@ _aten = torch.ops.aten
 _WINDOW_BLOCK_ROWS = 1024
 
 
-class TorchCpuFlash:
+class TorchCpuFlash(InBlocks):
     """``_scaled_dot_product_flash_attention_for_cpu``: float64, float32 and half precision, GQA natively.
 
     Documents are attended one by one, windows in blocks of rows under a mask; value heads of another size
@@ -57,16 +58,6 @@ class TorchCpuFlash:
     def block_refusal(self, spec: AttentionSpec) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
         return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return self.forward_block(q, k, v, spec, 0)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
