@@ -41,6 +41,21 @@ def test_the_documented_example_agrees():
             "float32",
         ],
         ["--softcap", "2", "--scale", "0.5", "--value-dim", "8", "--partial", "--batch", "2", "--kernel", "math"],
+        [
+            *[
+                "--memory",
+                "blocks",
+                "--query-blocks",
+                "2",
+                "--overlap",
+                "--bias",
+                "--sinks",
+                "--layout",
+                "zigzag",
+                "--accumulate",
+                "float32",
+            ]
+        ],
         ["--full", "--packed", "4", "--layout", "packed-zigzag", "--ranks", "2", "--dtype", "bfloat16"],
     ],
 )
@@ -89,6 +104,8 @@ def test_a_rank_that_fails_is_reported(monkeypatch, capsys):
         (["--heads", "0"], "heads = 0: must be positive"),
         (["--ranks", "0"], "ranks = 0: must be positive"),
         (["--head-dim", "7"], "head_dim = 7: must be even"),
+        (["--partial", "--memory", "fused"], "partial: the form for heads that are projected already"),
+        (["--query-blocks", "0"], "upipe.query_blocks = 0: must be positive"),
         (["--packed", "10,20"], "--packed 10,20: lengths must be positive and add up to the 64 tokens"),
         (["--packed", "5"], "--packed 5: the number of equal documents must divide the 64 tokens"),
         (["--packed", "a"], "--packed a: must be lengths such as"),

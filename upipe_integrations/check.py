@@ -25,7 +25,8 @@ from upipe_integrations.attention import AttentionProjections, upipe_attention, 
 from upipe_integrations.config import UPipeConfig
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, select_kernel
 from upipe_integrations.layout import Layout
-from upipe_integrations.projection import HeadFunction, Projection, RotateHalf
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import HeadFunction, OutputProjection, Projection, RotateHalf
 from upipe_integrations.schedule import Schedule
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -58,6 +59,10 @@ class Case:
     bias: bool = False
     norm: bool = False
     partial: bool = False
+    memory: str = "keep"
+    query_blocks: int = 4
+    accumulate: str = "auto"
+    overlap: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +75,11 @@ class Case:
             raise ValueError(
                 f"device = cuda: {self.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}."
             )
+        if self.partial and (self.config().mode != Mode()):
+            raise ValueError(
+                "partial: the form for heads that are projected already keeps what autograd keeps; leave "
+                "memory, accumulate and overlap at their defaults."
+            )
         self.layout.check(self.seq_len, self.ranks)
         for row in self.spec.documents or ():
             if row[-1] != self.seq_len:
@@ -79,8 +89,11 @@ class Case:
 
     def schedule(self) -> Schedule:
         """The layer's schedule."""
-        config = UPipeConfig(self.chunk_heads, self.kernel)
-        return config.schedule(heads=self.heads, kv_heads=self.kv_heads, ranks=self.ranks)
+        return self.config().schedule(heads=self.heads, kv_heads=self.kv_heads, ranks=self.ranks)
+
+    def config(self) -> UPipeConfig:
+        """The settings that are proven."""
+        return UPipeConfig(self.chunk_heads, self.kernel, self.memory, self.query_blocks, self.accumulate, self.overlap)
 
     def request(self) -> KernelRequest:
         """What the kernel must serve."""
@@ -142,7 +155,13 @@ def _tensors(case: Case) -> dict[str, Tensor]:
         tensors |= {f"{name}_norm": 1 + rand(case.head_dim, scale=0.3) for name in ("q", "k")}
     if case.sinks:
         tensors["sinks"] = rand(case.heads)
-    return {**tensors, "dout": rand(case.batch, case.seq_len, case.heads * value_dim)}
+    width = case.heads * value_dim
+    if case.config().mode.fuses_output:
+        tensors["wo"] = rand(size, width, scale=width**-0.5)
+        width = size
+        if case.bias:
+            tensors["bo"] = rand(size, scale=0.3)
+    return {**tensors, "dout": rand(case.batch, case.seq_len, width)}
 
 
 def _angles(case: Case) -> Tensor:
@@ -160,13 +179,23 @@ def _single_process(case: Case) -> dict[str, Tensor]:
     dout = leaves.pop("dout").detach()
     hidden = ~_visible(case)
     value_dim = case.value_dim or case.head_dim
+    wo = leaves["wo"].detach() if "wo" in leaves else None
     outs = []
     for i in range(case.heads):
+        columns = slice(i * value_dim, (i + 1) * value_dim)
         out = _one_head(case, leaves, hidden, i)
-        out.backward(dout[..., i * value_dim : (i + 1) * value_dim])
+        out.backward(dout[..., columns] if wo is None else dout @ wo[:, columns])
         outs.append(out.detach())
     grads = {f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}
-    return {"out": torch.cat(outs, -1), **grads}
+    whole = torch.cat(outs, -1)
+    if wo is None:
+        return {"out": whole, **grads}
+    grads["dwo"] = dout.flatten(0, 1).T @ whole.flatten(0, 1)
+    y = whole @ wo.T
+    if "bo" in leaves:
+        y = y + leaves["bo"].detach()
+        grads["dbo"] = dout.sum((0, 1))
+    return {"out": y, **grads}
 
 
 def _one_head(case: Case, leaves: dict[str, Tensor], hidden: Tensor, i: int) -> Tensor:
@@ -303,7 +332,16 @@ def _sharded(case: Case, rank: int) -> dict[str, Tensor]:
         ).flatten(2)
     else:
         out = upipe_attention(
-            leaves["x"], projections, schedule, group, kernel, case.spec, layout=case.layout, sinks=leaves.get("sinks")
+            leaves["x"],
+            projections,
+            schedule,
+            group,
+            kernel,
+            case.spec,
+            layout=case.layout,
+            sinks=leaves.get("sinks"),
+            output=OutputProjection(leaves["wo"], leaves.get("bo")) if "wo" in leaves else None,
+            mode=case.config().mode,
         )
     out.backward(dout)
     return {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}}

@@ -13,6 +13,7 @@ import torch
 from upipe_integrations.check import Case, Finding, check
 from upipe_integrations.kernels import KERNELS, AttentionSpec, KernelRequest, select_kernel
 from upipe_integrations.layout import Layout
+from upipe_integrations.mode import ACCUMULATE, MEMORY
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
@@ -67,6 +68,10 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float64 on CPUs, bfloat16 on GPUs")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank finds a GPU")
     how.add_argument("--layout", choices=_LAYOUTS, default="contiguous", help="rows of a rank (default: %(default)s)")
+    how.add_argument("--memory", choices=MEMORY, default="keep", help="what is kept (default: %(default)s)")
+    how.add_argument("--query-blocks", type=int, default=4, metavar="N", help="of memory blocks (default: %(default)s)")
+    how.add_argument("--accumulate", choices=ACCUMULATE, default="auto", help="sums (default: %(default)s)")
+    how.add_argument("--overlap", action="store_true", help="send the next stage's heads during attention")
     how.add_argument("--partial", action="store_true", help="the form for heads that are projected already")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tensors (default: %(default)s)")
     mask = parser.add_argument_group("masks and variants")
@@ -86,7 +91,7 @@ def _check(options: argparse.Namespace) -> int:
     print(
         f"{case.heads} query and {case.kv_heads} KV heads of {case.head_dim}, {case.batch} x {case.seq_len} tokens, "
         f"{case.ranks} ranks, {len(case.schedule().stages)} stages of {case.chunk_heads} heads; kernel {kernel.name}, "
-        f"{options.layout} layout, {str(case.dtype).removeprefix('torch.')} on {case.device}"
+        f"memory {case.memory}, {options.layout} layout, {str(case.dtype).removeprefix('torch.')} on {case.device}"
         f"{f'; {features}' if features else ''}",
         flush=True,
     )
@@ -139,6 +144,10 @@ def _case(options: argparse.Namespace) -> Case:
         bias=options.bias,
         norm=options.norm,
         partial=options.partial,
+        memory=options.memory,
+        query_blocks=options.query_blocks,
+        accumulate=options.accumulate,
+        overlap=options.overlap,
         seed=options.seed,
     )
 
