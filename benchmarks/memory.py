@@ -3,7 +3,8 @@
 Every operator of forward and backward runs at full scale on tensors without data, on one rank of a process group
 without peers; live storages are counted exactly, with what FlashAttention 2 allocates inside its backward. Counted:
 everything between the layer's input and output, the incoming gradient and weight gradients. Not counted: input,
-weights, rotary tables, and in forward the output projection where it is not part of the attention. The unit is one [tokens, head size] tensor in bfloat16.
+weights, rotary tables, and in forward the output projection where it is not part of the attention. The unit is one
+[tokens, head size] tensor in bfloat16; GiB is the training peak.
 """
 
 from __future__ import annotations
