@@ -70,7 +70,8 @@ class Layer:
         """The layer with a rank's rows."""
         L = self.x.shape[1] // ranks
         rows = slice(rank * L, (rank + 1) * L)
-        x, cos, sin = (t[:, rows].contiguous() for t in (self.x, self.cos, self.sin))
+        # Not contiguous(): of a batch of one it keeps the stride of the whole, which no layer of a model is given.
+        x, cos, sin = (t[:, rows].flatten().view(1, L, -1) for t in (self.x, self.cos, self.sin))
         return Layer(x, self.wq, self.wk, self.wv, self.wo, cos, sin, self.head_dim)
 
 

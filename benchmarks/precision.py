@@ -66,9 +66,10 @@ class Table:
         """The largest error of the run's tensors in Ulysses's of the same tensor."""
         return max(self.upipe[run][name] / self.ulysses[name] for name in TENSORS)
 
-    def worst(self, accumulate: str, memory: str | None = None) -> tuple[float, str]:
-        """(ratio, where) of the worst run with a target, in all modes or one."""
+    def worst(self, accumulate: str, memory: str | None = None, stages: int | None = None) -> tuple[float, str]:
+        """(ratio, where) of the worst run with a target, in all modes or one, of at most so many stages."""
         runs = [r for r in self.upipe if r.counts and r.mode.accumulate == accumulate]
+        runs = [r for r in runs if stages is None or r.stages <= stages]
         run = max((r for r in runs if memory in (None, r.mode.memory)), key=self.worst_ratio)
         name = max(TENSORS, key=lambda name: self.upipe[run][name] / self.ulysses[name])
         blocks = f", {run.mode.query_blocks} blocks" if run.mode.memory == "blocks" else ""
@@ -206,37 +207,37 @@ at most {float32} times, at any number of stages.
 
 ## What follows
 
-The worst ratios by mode, for what the targets cover:
+The largest error of any tensor in Ulysses's of the same tensor, by mode:
 
-{argument}
+{summary}
 
-- What misses with `auto` is what is summed over stages in bf16: y in the fused modes, dx where stages close KV heads
-  of their own, dK and dV where they share them. Each grows with the root of the number of stages. Up to 4 stages
-  (Llama3-8B on 8 ranks) none of them reaches the limit in the modes without blocks.
-- Errors are of the size of bf16's own rounding in every row, and unbiased: the default costs a fraction of the error
-  that bf16 has anyway and no memory. From 8 stages on, `accumulate` = `float32` brings y, dx, dK and dV back to
-  Ulysses's error; it costs one more [rows, hidden size] tensor for dx in backward (and in forward, for y in the fused
-  modes), and two more [tokens, head size] tensors where stages share KV heads.
-- `blocks` sums dK and dV in float32 always, and needs to. What remains of its error in dWo and dWq is not the sum
-  but its parts: a block's product is rounded to bf16 before it is added to the float32 total, and the total once more
-  when it is added to the gradient. `accumulate` does not change that.
-- Where `blocks` with few blocks shows larger errors of dWk and dWv with `torch-cpu-flash` only, and the `math` kernel
-  doesn't, it is that kernel: it adds dK and dV up in bf16 over tiles of query rows, whose size depends on the number of
-  rows it is given. The same shows in Ulysses's own error with grouped heads. On GPUs kernels add up in float32.
+- Up to 4 stages, which is what Llama3-8B has on 8 ranks, the default holds its target wherever the kernel does (see the
+  last point), and costs no memory. At 8 stages it does not. What exceeds is exactly what is summed over stages in
+  bf16: y in the fused modes; dx, most where stages close KV heads of their own; dK and dV where stages share them and
+  the kernel's own error is small enough to show it. The squares of these errors grow with the number of stages.
+- `accumulate` = `float32` brings these to within 6% of Ulysses's error at any number of stages: set it from 8 stages
+  on where that matters. It costs another [rows, hidden size] tensor for dx in backward (in the fused modes for y in
+  forward too), and two more [tokens, heads of the stage] tensors where stages share KV heads. What remains is that a
+  stage's product is rounded to bf16 before it is added to the float32 sum.
+- `blocks` sums dK and dV in float32 always, and needs to. What remains of its error in dWo and dWq has the same
+  cause: a block's product is rounded before it is added, which `accumulate` does not change.
+- Where `blocks` with 2 blocks shows larger errors of dx, dWk and dWv with `torch-cpu-flash`, the `math` kernel does
+  not, and neither do more blocks: it is that kernel, which adds dK and dV up in bf16 over tiles of query rows. It takes
+  tiles of 64 rows for 192 to 767 rows and of 256 rows beyond, so that 512 rows (2 blocks of 1024) have an error a
+  quarter larger than 1024 have, and 256 have as little. Ulysses's own dWk and dWv depend on its length in the same way.
+
 {tables}"""
 
 
-def argument_of(tables: list[Table]) -> str:
-    """What the numbers say about the default, point by point."""
-    lines = []
-    for table in tables:
-        modes = dict.fromkeys(r.mode.memory for r in table.upipe)
-        by_mode = {a: ", ".join(f"{m} {table.worst(a, m)[0]:.2f}" for m in modes) for a in ACCUMULATE}
-        lines.append(
-            f"- {table.title}. Worst ratio by mode: `auto`, up to {STAGES_OF_TARGET} stages: {by_mode['auto']}; "
-            f"`float32`, any number of stages: {by_mode['float32']}."
-        )
-    return "\n".join(lines)
+def summary_of(tables: list[Table]) -> str:
+    """Worst ratios by layer, sums and mode, as a table."""
+    modes = list(dict.fromkeys(run.mode.memory for table in tables for run in table.upipe))
+    lines = [["layer", "sums", "stages", *modes], ["---"] * 3 + ["---:"] * len(modes)]
+    for table, (accumulate, most) in itertools.product(tables, (("auto", 4), ("auto", 8), ("float32", None))):
+        scope = "any" if most is None else f"up to {most}"
+        worst = (f"{table.worst(accumulate, memory, most)[0]:.2f}" for memory in modes)
+        lines.append([table.title, accumulate, scope, *worst])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_markdown(tables: list[Table], path: Path, arguments: argparse.Namespace) -> None:
@@ -256,7 +257,7 @@ def write_markdown(tables: list[Table], path: Path, arguments: argparse.Namespac
         conditions=conditions,
         stages=STAGES_OF_TARGET,
         verdicts="\n".join(f"- {line}." for table in tables for line in verdicts(table)),
-        argument=argument_of(tables),
+        summary=summary_of(tables),
         tables="".join(parts),
         **TARGETS,
     )
