@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import socket
@@ -127,7 +128,10 @@ def _rank_main(rank: int, port: int, job: Job, results: Any) -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=job.ranks, timeout=timedelta(minutes=10))
+    parent = multiprocessing.parent_process()
     for result in _results(rank, job):
+        if parent is None or not parent.is_alive():  # it was killed: nobody waits for this any more
+            return
         if rank == 0:
             results.put(result)
     dist.barrier()
