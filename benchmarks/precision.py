@@ -78,7 +78,8 @@ class Table:
     @property
     def title(self) -> str:
         """The layer in words."""
-        return f"{self.shape.heads} query heads on {self.shape.kv_heads} KV heads, kernel {self.kernel}"
+        plural = "" if self.shape.kv_heads == 1 else "s"
+        return f"{self.shape.heads} query heads on {self.shape.kv_heads} KV head{plural}, kernel {self.kernel}"
 
 
 def exact(layer: Layer, dy: Tensor) -> dict[str, Tensor]:
@@ -217,7 +218,7 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
   the kernel's own error is small enough to show it. The squares of these errors grow with the number of stages.
 - `accumulate` = `float32` brings these to within 6% of Ulysses's error at any number of stages: set it from 8 stages
   on where that matters. It costs another [rows, hidden size] tensor for dx in backward (in the fused modes for y in
-  forward too), and two more [tokens, heads of the stage] tensors where stages share KV heads. What remains is that a
+  forward too), and two more [tokens, KV heads of a stage] tensors where stages share KV heads. What remains is that a
   stage's product is rounded to bf16 before it is added to the float32 sum.
 - `blocks` sums dK and dV in float32 always, and needs to. What remains of its error in dWo and dWq has the same
   cause: a block's product is rounded before it is added, which `accumulate` does not change.
