@@ -236,8 +236,9 @@ def summary_of(tables: list[Table]) -> str:
     lines = [["layer", "sums", "stages", *modes], ["---"] * 3 + ["---:"] * len(modes)]
     for table, (accumulate, most) in itertools.product(tables, (("auto", 4), ("auto", 8), ("float32", None))):
         scope = "any" if most is None else f"up to {most}"
-        worst = (f"{table.worst(accumulate, memory, most)[0]:.2f}" for memory in modes)
-        lines.append([table.title, accumulate, scope, *worst])
+        if any(run.counts and (most is None or run.stages <= most) for run in table.upipe):
+            worst = (f"{table.worst(accumulate, memory, most)[0]:.2f}" for memory in modes)
+            lines.append([table.title, accumulate, scope, *worst])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
