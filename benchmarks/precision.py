@@ -195,9 +195,9 @@ is bf16 autograd around the same kernel. "Sums" is the setting `accumulate`; the
 row's six errors in Ulysses's of the same tensor, with `!` where a target is missed.
 
 Two layers show the two kinds of sums in one process. With 32 query heads on 8 KV heads, up to 8 stages have KV heads
-of their own: at 8 stages dx is a sum of 24 products (dq, dk and dv of each), as with multi-head attention; a model
-with grouped heads on 8 ranks has 6 (Llama3-8B) or 10 (Qwen3-32B), as its stages share KV heads. With 8 query heads on
-1 KV head, which is what one of 8 ranks has of Qwen3-32B, every stage adds to the same dK and dV, and dx has 10.
+of their own, as with multi-head attention; a model with grouped heads on 8 ranks shares them among its stages. dx is a
+sum of as many products as there are stages (dq, dk and dv of a stage are one). With 8 query heads on
+1 KV head, which is what one of 8 ranks has of Qwen3-32B, every stage adds to the same dK and dV.
 
 ## Targets
 
@@ -213,9 +213,11 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
 {summary}
 
 - Up to 4 stages, which is what Llama3-8B has on 8 ranks, the default holds its target wherever the kernel does (see the
-  last point), and costs no memory. At 8 stages it does not. What exceeds is exactly what is summed over stages in
-  bf16: y in the fused modes; dx, most where stages close KV heads of their own; dK and dV where stages share them and
-  the kernel's own error is small enough to show it. The squares of these errors grow with the number of stages.
+  last point), and costs no memory at the training peak. At 8 stages y holds it, as the default sums y over more than 4
+  stages in float32 (memory of forward, where no peak is), and so does dx outside `blocks`, where a stage has a product
+  for each block and one for dk and dv. What exceeds is dK and dV where 8 stages share KV heads and the kernel's own
+  error is small enough to show it: their sums in float32 would cost two [tokens, KV heads of a stage] tensors at the
+  very peak, so that is left to `accumulate`.
 - `accumulate` = `float32` brings these to within 6% of Ulysses's error at any number of stages: set it from 8 stages
   on where that matters. It costs another [rows, hidden size] tensor for dx in backward (in the fused modes for y in
   forward too), and two more [tokens, KV heads of a stage] tensors where stages share KV heads. What remains is that a

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from ulysses import LocalAttention, attend_all_heads, ulysses_layer
 
 from upipe_integrations import KernelRequest, Mode, Schedule, select_kernel
+from upipe_integrations.checkpoint import context_fn
 from upipe_integrations.kernels import KERNELS, Kernel
 from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import ACCUMULATE, MEMORY
@@ -66,7 +67,12 @@ class Contender:
             return self.method
         exact = " float32" if self.mode.accumulate == "float32" else ""
         blocks = f" {self.mode.query_blocks}" if self.mode.memory == "blocks" else ""
-        return f"upipe U={self.chunk_heads} {self.mode.memory}{blocks}{exact}"
+        ahead = " overlap" if self.mode.overlap else ""
+        return f"upipe U={self.chunk_heads} {self.mode.memory}{blocks}{exact}{ahead}"
+
+    def checkpoint_options(self) -> dict[str, Any]:
+        """For ``torch.utils.checkpoint``: keep the result of attention that is an operator."""
+        return {"context_fn": context_fn} if self.mode is not None and self.mode.operator else {}
 
     def run_on(self, shape: LayerShape, kernel: Kernel) -> Run:
         """The layer's forward on the default group."""
@@ -154,7 +160,7 @@ def _results(rank: int, job: Job) -> Iterator[dict[str, Any]]:
         for repetition in range(-job.warmup, job.repeats):
             for step in job.steps:
                 for contender in _rotated(list(runs), repetition):
-                    wall, cpu = _timed(step, runs[contender], layer, dy)
+                    wall, cpu = _timed(step, runs[contender], layer, dy, contender.checkpoint_options())
                     yield {
                         "contender": contender,
                         "tokens": tokens,
@@ -170,23 +176,23 @@ def _rotated(items: list, by: int) -> list:
     return items[by:] + items[:by]
 
 
-def _do(step: str, run: Run, layer: Layer, dy: Tensor) -> Tensor:
+def _do(step: str, run: Run, layer: Layer, dy: Tensor, options: dict[str, Any] | None = None) -> Tensor:
     for leaf in layer.leaves().values():
         leaf.grad = None
     if step == FORWARD:
         with torch.no_grad():
             return run(layer)
-    y = checkpoint(run, layer, use_reentrant=False) if step == CHECKPOINTED else run(layer)
+    y = checkpoint(run, layer, use_reentrant=False, **(options or {})) if step == CHECKPOINTED else run(layer)
     y.backward(dy)
     return y.detach()
 
 
-def _timed(step: str, run: Run, layer: Layer, dy: Tensor) -> tuple[float, float]:
+def _timed(step: str, run: Run, layer: Layer, dy: Tensor, options: dict[str, Any]) -> tuple[float, float]:
     """(wall seconds of the slowest rank, CPU seconds of all)."""
     _synchronize(layer)
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    _do(step, run, layer, dy)
+    _do(step, run, layer, dy, options)
     _synchronize(layer)
     mine = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], device=layer.x.device)
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -344,7 +350,8 @@ def contenders_of(arguments: argparse.Namespace) -> tuple[Contender, ...]:
     for U, memory in itertools.product(
         arguments.chunk_heads or (arguments.ranks, 4 * arguments.ranks), arguments.modes
     ):
-        mode = Mode(memory, arguments.query_blocks, arguments.accumulate)
+        kept = not arguments.plain_checkpoint
+        mode = Mode(memory, arguments.query_blocks, arguments.accumulate, arguments.overlap, operator=kept)
         found.append(Contender("upipe", U, mode))
     return tuple(found)
 
@@ -398,6 +405,8 @@ def parse() -> argparse.Namespace:
     add("--query-blocks", type=int, default=4, help="of mode blocks")
     add("--accumulate", choices=ACCUMULATE, default="auto", help="UPipe's sums")
     add("--checkpoint", choices=STEPS, default="both", help="train with the layer checkpointed, without, or both")
+    add("--plain-checkpoint", action="store_true", help="do not keep UPipe's result under the checkpoint")
+    add("--overlap", action="store_true", help="send UPipe's next stage during attention")
     add("--repeats", type=int, default=5, help="that count; medians are of these")
     add("--warmup", type=int, default=1, help="repetitions before")
     add("--kernel", choices=["auto", *KERNELS], default="auto", help="local attention of all")

@@ -156,7 +156,11 @@ class Projection:
     def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
         """`[B, L, E]` -> `[B, L, heads, D]`."""
         bias = self._rows(self.bias, heads, x.dtype) if self.bias is not None else None
-        projected = torch.nn.functional.linear(x, self._rows(self.weight, heads, x.dtype), bias)
+        weight = self._rows(self.weight, heads, x.dtype)
+        if x.shape[0] == 1:  # some rows of a batch of one would be taken for a batched product
+            projected = torch.nn.functional.linear(x[0], weight, bias)[None]
+        else:
+            projected = torch.nn.functional.linear(x, weight, bias)
         by_head: Tensor = projected.unflatten(2, (-1, self.head_dim))
         return by_head
 
