@@ -17,6 +17,7 @@ from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
 from upipe_integrations import AttentionSpec, KernelRequest, Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
+from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 
 _MILLION_TOKENS = 1 << 20
@@ -104,7 +105,7 @@ def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device,
     request = KernelRequest(device, dtype, fact.head_dim, spec=AttentionSpec(window=fact.window))
     kernel = select_kernel(config.kernel, request)
     if config.mode.blocks > 1:
-        reason = kernel.block_refusal(request.spec) if hasattr(kernel, "block_refusal") else "it can't attend blocks"
+        reason = block_refusal(kernel, request.spec)
         if reason is not None:
             raise ValueError(
                 f"upipe.memory = 'blocks' with kernel {kernel.name!r}: {reason}. Set upipe.memory to 'fused', or "

@@ -9,6 +9,7 @@ tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,10 @@ class LayerSettings:
     disabled_in_eval: bool
 
 
+# Asking every kernel looks for packages on disk: once for a request, not in every layer of every forward.
+_chosen_kernel = functools.lru_cache(maxsize=64)(select_kernel)
+
+
 class StagedAttention(nn.Module):
     """UPipe attention over the projections of `attention`.
 
@@ -98,7 +103,7 @@ class StagedAttention(nn.Module):
             projections,
             self.schedule,
             self.settings.group.process_group,
-            select_kernel(self.settings.config.kernel, request),
+            _chosen_kernel(self.settings.config.kernel, request),
             spec,
             output=OutputProjection(attention.o_proj.weight, attention.o_proj.bias) if mode.fuses_output else None,
             mode=mode,
@@ -168,8 +173,8 @@ def staged_forward(
     what the user gave was checked by :class:`~deepspeed_plugin.guard.ShardGuard` when the model was entered.
 
     Raises:
-        ValueError: an argument asks for what UPipe does not do (attention weights, packed sequences,
-            bidirectional attention).
+        ValueError: an argument asks for what UPipe does not do (attention weights, bidirectional attention,
+            packed sequences by cu_seq_lens rather than by position_ids).
     """
     child: StagedAttention = attention.get_submodule(CHILD)  # type: ignore[assignment]
     if child.settings.disabled_in_eval and not attention.training:

@@ -56,10 +56,12 @@ def _ulysses(x, layer, leaves, rows):
         if p.rotary is not None:
             cos, sin = p.rotary.cos[:, :, None], p.rotary.sin[:, :, None]
             t = t * cos + torch.cat((-t[..., D // 2 :], t[..., : D // 2]), -1) * sin
-        return _ToHeads.apply(t, C).transpose(1, 2)
+        return _Exchange.apply(t, C, _to_heads, _to_sequence).transpose(1, 2)
 
     out = _Attend.apply(heads(projections.q), heads(projections.k), heads(projections.v), kernel)
-    return torch.nn.functional.linear(_ToSequence.apply(out.transpose(1, 2), C).flatten(2), leaves["wo"])
+    return torch.nn.functional.linear(
+        _Exchange.apply(out.transpose(1, 2), C, _to_sequence, _to_heads).flatten(2), leaves["wo"]
+    )
 
 
 SENT: list[int] = []
@@ -80,26 +82,17 @@ def _to_sequence(t, C):  # and back
     return _all_to_all(t.unflatten(1, (C, -1)).permute(1, 0, 2, 3, 4).contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """One of the two above forward, and the other backward."""
+
     @staticmethod
-    def forward(ctx, t, C):
-        ctx.C = C
-        return _to_heads(t, C)
+    def forward(ctx, t, C, there, back):
+        ctx.back, ctx.C = back, C
+        return there(t, C)
 
     @staticmethod
     def backward(ctx, grad):
-        return _to_sequence(grad, ctx.C), None
-
-
-class _ToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, C):
-        ctx.C = C
-        return _to_sequence(t, C)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _to_heads(grad, ctx.C), None
+        return ctx.back(grad, ctx.C), None, None, None
 
 
 class _Attend(torch.autograd.Function):

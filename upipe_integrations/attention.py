@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from upipe_integrations.all_to_all import Group, group_ranks
 from upipe_integrations.checkpoint import attention_operator
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
+from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
 from upipe_integrations.projection import GivenHeads, OutputProjection, Projection
@@ -220,7 +221,7 @@ def _check_blocks(call: Call, rows: int) -> None:
         raise ValueError(
             "memory mode 'blocks' with a packed zigzag layout: its rows are in too many pieces. Use mode 'fused'."
         )
-    reason = kernel.block_refusal(call.spec) if hasattr(kernel, "block_refusal") else "it can't attend blocks of rows"
+    reason = block_refusal(kernel, call.spec)
     if reason is not None:
         features = ", ".join(call.spec.features())
         raise ValueError(

@@ -97,11 +97,6 @@ class Projection:
     function: HeadFunction | None = None
     rotary: RotateHalf | None = None
 
-    @property
-    def heads(self) -> int:
-        """N."""
-        return self.weight.shape[0] // self.head_dim
-
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned."""
         return [
@@ -242,13 +237,7 @@ class ProjectionGradient:
         """Add what was collected for the chunk to the weight and bias gradients."""
         for total, collected in ((self.weight, self._weight_rows), (self.bias, self._bias_rows)):
             if total is not None:
-                self._add_rows(total, collected.take(), chunk.distinct)
-
-    def _add_rows(self, total: Tensor, rows: Tensor, heads: HeadRows) -> None:
-        """Add `rows` of a weight or bias gradient where `heads` are."""
-        D = self.projection.head_dim
-        split = rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), D))
-        add_heads(total.unflatten(0, (-1, D)), heads, 0, split)
+                _add_head_rows(total, collected.take(), chunk.distinct, self.projection.head_dim)
 
     def _grad_of_projected(self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
         """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
@@ -288,11 +277,6 @@ class GivenHeads:
     """
 
     tensor: Tensor
-
-    @property
-    def heads(self) -> int:
-        """N."""
-        return self.tensor.shape[2]
 
     @property
     def head_dim(self) -> int:
@@ -378,8 +362,13 @@ class OutputProjection:
 
     def add_rows(self, total: Tensor, rows: Tensor, head_dim: int, chunk: HeadChunk) -> None:
         """Add such rows to the weight's gradient `total` `[Y, H * Dv]`."""
-        split = rows.to(total.dtype).unflatten(0, (len(chunk.by_rank), chunk.per_rank, head_dim))
-        add_heads(total.t().unflatten(0, (-1, head_dim)), chunk.by_rank, 0, split)
+        _add_head_rows(total.t(), rows, chunk.by_rank, head_dim)
+
+
+def _add_head_rows(total: Tensor, rows: Tensor, heads: HeadRows, head_dim: int) -> None:
+    """Add `rows` `[heads * D, ...]` of a weight or bias gradient to `total` `[N * D, ...]` where `heads` are."""
+    split = rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), head_dim))
+    add_heads(total.unflatten(0, (-1, head_dim)), heads, 0, split)
 
 
 def _by_token(received: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -178,6 +178,12 @@ class BlockKernel(Kernel, Protocol):
         """(dq, dk, dv) of (dout, q, k, v, out, lse), k and v being the keys from `first_key` on: dq is the part
         that goes through them. Keys end no later than the rows, and do not begin within them."""
         ...
+
+
+def block_refusal(kernel: Kernel, spec: AttentionSpec) -> str | None:
+    """Why `kernel` can't attend `spec` in blocks; None when it can."""
+    ask: Callable[[AttentionSpec], str | None] | None = getattr(kernel, "block_refusal", None)
+    return "it can't attend blocks of rows" if ask is None else ask(spec)
 
 
 class InBlocks(ABC):
