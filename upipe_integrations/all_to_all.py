@@ -85,6 +85,26 @@ def sum_over_group(value: Tensor, group: Group) -> Tensor:
     return total
 
 
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """`[B, L / T, E]` on each of the group's T ranks -> `[B, L, E]` on all, rank after rank."""
+    if group_ranks(group) == 1:
+        return x
+    part = x.transpose(0, 1).contiguous()
+    whole = part.new_empty(group_ranks(group) * part.shape[0], *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole.transpose(0, 1)
+
+
+def reduce_scatter_rows(grad: Tensor, group: Group) -> Tensor:
+    """`[B, L, E]` on each of the group's T ranks -> this rank's `[B, L / T, E]` of the sum."""
+    if group_ranks(group) == 1:
+        return grad
+    whole = grad.transpose(0, 1).contiguous()
+    part = whole.new_empty(whole.shape[0] // group_ranks(group), *whole.shape[1:])
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return part.transpose(0, 1)
+
+
 def send_view(heads: Tensor, ranks: int) -> Tensor:
     """`[B, L, C*n, D]` -> view `[C, L, B, n, D]`: piece c is for rank c."""
     by_rank: Tensor = heads.unflatten(2, (ranks, -1))

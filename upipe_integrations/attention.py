@@ -45,13 +45,15 @@ def upipe_attention(
     sinks: Tensor | None = None,
     output: OutputProjection | None = None,
     mode: Mode | None = None,
+    x_group: Group = None,
 ) -> Tensor:
     """Multi-head attention over a sequence that the ranks of `group` hold in shards.
 
     Args:
         x: `[B, L, E]`, this rank's rows of the sequence; the shape must be the same on every rank
             (``sharding.check_same_shape``).
-        projections: weights in checkpoint order, the same on every rank; rotary tables of this rank's rows.
+        projections: weights in checkpoint order, the same on every rank; rotary tables of this rank's rows. One
+            fused weight (and bias) may serve all three, see ``Projection.places``.
         schedule: from ``UPipeConfig.schedule`` or ``Schedule.build``, for this group's ranks.
         group: sequence-parallel group, or None for a group of one.
         kernel: local attention, from ``select_kernel``.
@@ -61,6 +63,9 @@ def upipe_attention(
             every rank; each rank gets the gradient of the heads it attends.
         output: the output projection, for modes that fuse it; required by them and refused by the others.
         mode: what is kept for backward; None keeps the attention output.
+        x_group: ranks among which this rank's L rows are split once more (Megatron's sequence parallelism over its
+            tensor-parallel group): x is then `[B, L / T, E]`, gathered forward and again backward so that only the
+            part is kept, and its gradient is summed over them; None is none. The result has all L rows.
 
     Returns:
         `[B, L, H * Dv]` in checkpoint order, as the output projection takes it, or `[B, L, Y]` after it where
@@ -75,12 +80,24 @@ def upipe_attention(
         raise ValueError(
             f"x of shape {tuple(x.shape)} and {x.dtype}: must be floating point [batch, rows of this rank, input size]."
         )
-    _check_projections(x, projections, schedule)
+    rows = x.shape[1] * group_ranks(x_group)
+    _check_projections(x, rows, projections, schedule)
     mode = mode or Mode()
     _check_output(output, mode, projections, schedule)
-    sources = Sources(projections.q, projections.k, projections.v, output)
-    call = Call(sources, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), mode, compute_dtype(x))
-    _check(call, x.shape[0], x.shape[1], x.device, sinks)
+    q, k, v = projections.q, projections.k, projections.v
+    fused = all(p.weight is q.weight and p.bias is q.bias for p in (k, v))
+    call = Call(
+        Sources(q, k, v, output, fused),
+        schedule,
+        group,
+        kernel,
+        spec or AttentionSpec(),
+        layout or Layout(),
+        mode,
+        compute_dtype(x),
+        x_group,
+    )
+    _check(call, x.shape[0], rows, x.device, sinks)
     return _apply(call, x, sinks)
 
 
@@ -137,26 +154,38 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def _check_projections(x: Tensor, projections: AttentionProjections, schedule: Schedule) -> None:
+def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, schedule: Schedule) -> None:
     wanted = {"q": schedule.heads, "k": schedule.kv_heads, "v": schedule.kv_heads}
     for name, heads in wanted.items():
         projection = getattr(projections, name)
-        expected = (heads * projection.head_dim, x.shape[2])
-        if tuple(projection.weight.shape) != expected:
+        shape, expected = tuple(projection.weight.shape), (heads * projection.head_dim, x.shape[2])
+        if projection.places is not None:
+            _check_places(name, projection, heads)
+            expected = (shape[0], x.shape[2])
+        if shape != expected:
             raise ValueError(
-                f"{name} weight of shape {tuple(projection.weight.shape)}: must be {expected}, {heads} heads of "
+                f"{name} weight of shape {shape}: must be {expected}, {heads} heads of "
                 f"{projection.head_dim} by the input size, for this schedule and x."
             )
         if projection.bias is not None and tuple(projection.bias.shape) != expected[:1]:
             raise ValueError(f"{name} bias of shape {tuple(projection.bias.shape)}: must be {expected[:1]}.")
         if projection.rotary is not None:
             cos, sin = projection.rotary.cos, projection.rotary.sin
-            fits = cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[1]
+            fits = cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == rows
             if not fits or sin.shape != cos.shape or cos.shape[2] % 2 or cos.shape[2] > projection.head_dim:
                 raise ValueError(
                     f"{name} rotary tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)}: must be "
-                    f"[1 or {x.shape[0]}, {x.shape[1]}, even and at most {projection.head_dim}], this rank's rows only."
+                    f"[1 or {x.shape[0]}, {rows}, even and at most {projection.head_dim}], this rank's rows only."
                 )
+
+
+def _check_places(name: str, projection: Projection, heads: int) -> None:
+    places, there = projection.places or (), projection.weight.shape[0] // projection.head_dim
+    if len(set(places)) != heads or len(places) != heads or min(places) < 0 or max(places) >= there:
+        raise ValueError(
+            f"{name} places {places}: must name {heads} different heads of the {there} (of {projection.head_dim}) in "
+            f"a weight of shape {tuple(projection.weight.shape)}."
+        )
 
 
 def _check_output(

@@ -12,6 +12,7 @@ projection, C ranks, n heads of one rank in one stage. Exchange buffers are `[C,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,32 +29,46 @@ PRODUCT_PIECES = 8
 
 @dataclass(frozen=True)
 class RotateHalf:
-    """Rotary embedding with the halves convention of Llama (``x * cos + rotate_half(x) * sin``).
+    """Rotary embedding of pairs: ``x * cos + rotate_half(x) * sin``.
 
     Args:
         cos: `[B or 1, L, R]`, this rank's rows, R <= D even; the first R of a head's D are rotated.
         sin: like `cos`.
+        interleaved: pairs are neighbours (GPT-J, Megatron's ``rotary_interleaved``) rather than the two halves
+            (GPT-NeoX, Llama).
     """
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     def rotate(self, source: Tensor, target: Tensor, *, inverse: bool = False) -> None:
         """target <- rotated source, both `[C, L, B, n, D]` of any strides; `inverse` is the transpose."""
         R = self.cos.shape[-1]
-        half = R // 2
         cos, sin = (t.to(source.dtype).transpose(0, 1)[None, :, :, None] for t in (self.cos, self.sin))
+        (cos_of_first, cos_of_second), (sin_of_first, sin_of_second) = self._pairs(cos), self._pairs(sin)
         sign = -1.0 if inverse else 1.0
-        sin_of_first, sin_of_second = sin[..., :half], sin[..., half:]
         if inverse:
             sin_of_first, sin_of_second = sin_of_second, sin_of_first
-        first, second = source[..., :half], source[..., half:R]
-        torch.mul(first, cos[..., :half], out=target[..., :half])
-        target[..., :half].addcmul_(second, sin_of_first, value=-sign)
-        torch.mul(second, cos[..., half:], out=target[..., half:R])
-        target[..., half:R].addcmul_(first, sin_of_second, value=sign)
+        first, second = self._pairs(source[..., :R])
+        first_target, second_target = self._pairs(target[..., :R])
+        torch.mul(first, cos_of_first, out=first_target)
+        first_target.addcmul_(second, sin_of_first, value=-sign)
+        torch.mul(second, cos_of_second, out=second_target)
+        second_target.addcmul_(first, sin_of_second, value=sign)
         if source.shape[-1] > R:
             target[..., R:].copy_(source[..., R:])
+
+    def _pairs(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the second of each pair, as views."""
+        if self.interleaved:
+            return t[..., 0::2], t[..., 1::2]
+        half = t.shape[-1] // 2
+        return t[..., :half], t[..., half:]
+
+    def at_rows(self, rows: slice) -> RotateHalf:
+        """The rotary of some rows only."""
+        return dataclasses.replace(self, cos=self.cos[:, rows], sin=self.sin[:, rows])
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,10 @@ class Projection:
         bias: `[N * D]` or None.
         function: applied to the projected heads, or None.
         rotary: applied after `function`, or None.
+        places: where each head's D rows are in `weight` and `bias`, counted in heads, for a weight that holds more
+            than these heads (a fused query-key-value projection); None is ``0, 1, ...``.
+        accumulate_into: a tensor of the weight's shape that the weight's gradient is added to, in that tensor's
+            dtype; the weight itself then gets none. None is the usual gradient.
     """
 
     weight: Tensor
@@ -96,6 +115,8 @@ class Projection:
     bias: Tensor | None = None
     function: HeadFunction | None = None
     rotary: RotateHalf | None = None
+    places: tuple[int, ...] | None = None
+    accumulate_into: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned."""
@@ -114,19 +135,31 @@ class Projection:
         if function is not None:
             function = dataclasses.replace(function, tensors=tuple(_next(tensors) for _ in function.tensors))
         if rotary is not None:
-            rotary = RotateHalf(_next(tensors), _next(tensors))
-        return Projection(weight, self.head_dim, bias, function, rotary)
+            rotary = dataclasses.replace(rotary, cos=_next(tensors), sin=_next(tensors))
+        return dataclasses.replace(self, weight=weight, bias=bias, function=function, rotary=rotary)
 
     def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
         """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
         return ProjectionGradient.zeros(self, wanted)
+
+    def gradient_beside(self, other: ProjectionGradient, wanted: Iterator[bool]) -> ProjectionGradient:
+        """The same where weight and bias are those of another projection, whose gradients take both's sums.
+
+        `wanted` is of the tensors after weight and bias.
+        """
+        own = ProjectionGradient.zeros(self, itertools.chain((False, False), wanted))
+        return dataclasses.replace(own, weight=other.weight, bias=other.bias)
+
+    def placed(self, heads: HeadRows) -> HeadRows:
+        """Where `heads` are in the weight."""
+        return heads if self.places is None else tuple(tuple(self.places[i] for i in row) for row in heads)
 
     def at_rows(self, rows: slice) -> Projection:
         """The projection of some of this rank's rows only: what depends on the row is cut."""
         return dataclasses.replace(
             self,
             function=None if self.function is None else self.function.at_rows(rows),
-            rotary=None if self.rotary is None else RotateHalf(self.rotary.cos[:, rows], self.rotary.sin[:, rows]),
+            rotary=None if self.rotary is None else self.rotary.at_rows(rows),
         )
 
     def shape_of(self, x: Tensor | None) -> tuple[int, int]:
@@ -161,7 +194,8 @@ class Projection:
 
     def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
         """The rows of a weight or bias that make `heads`, in the computing precision."""
-        return take_heads(parameter.unflatten(0, (-1, self.head_dim)), heads, 0).flatten(0, 1).to(dtype)
+        by_head = parameter.unflatten(0, (-1, self.head_dim))
+        return take_heads(by_head, self.placed(heads), 0).flatten(0, 1).to(dtype)
 
 
 @dataclass
@@ -198,16 +232,18 @@ class ProjectionGradient:
     @classmethod
     def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
         """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
-        tensors = projection.tensors()
+        zeros = [projection.accumulate_into, *[None] * (len(projection.tensors()) - 1)]
         grads = [
-            torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=False)
+            (torch.zeros_like(t) if into is None else into) if want and t is not None else None
+            for into, t, want in zip(zeros, projection.tensors(), wanted, strict=False)
         ]
         read = len(projection.function.tensors) if projection.function else 0
         return cls(projection, grads[0], grads[1], grads[2 : 2 + read])
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``Projection.tensors``; rotary tables get none."""
-        return [self.weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
+        weight = None if self.projection.accumulate_into is not None else self.weight
+        return [weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
 
     def add(
         self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
@@ -237,7 +273,8 @@ class ProjectionGradient:
         """Add what was collected for the chunk to the weight and bias gradients."""
         for total, collected in ((self.weight, self._weight_rows), (self.bias, self._bias_rows)):
             if total is not None:
-                _add_head_rows(total, collected.take(), chunk.distinct, self.projection.head_dim)
+                placed = self.projection.placed(chunk.distinct)
+                _add_head_rows(total, collected.take(), placed, self.projection.head_dim)
 
     def _grad_of_projected(self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
         """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
@@ -330,10 +367,12 @@ class OutputProjection:
     Args:
         weight: `[Y, H * Dv]` in checkpoint order, as in ``nn.Linear``.
         bias: `[Y]` or None.
+        accumulate_into: see :class:`Projection`.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    accumulate_into: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Like ``Projection.tensors``."""
@@ -341,7 +380,7 @@ class OutputProjection:
 
     def with_tensors(self, tensors: Iterator[Tensor | None]) -> OutputProjection:
         """The same projection of other tensors."""
-        return OutputProjection(_next(tensors), next(tensors))
+        return dataclasses.replace(self, weight=_next(tensors), bias=next(tensors))
 
     def by_head(self, head_dim: int) -> Projection:
         """The same weight seen from y's side: it projects dy to the gradient of the heads."""

@@ -13,6 +13,7 @@ K KV heads over all ranks, D head size, n query heads and v KV heads of one rank
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +26,9 @@ from upipe_integrations.all_to_all import (
     InFlight,
     attention_view,
     exchange,
+    gather_rows,
     group_rank,
+    reduce_scatter_rows,
     sequence_pieces,
     start_exchange,
 )
@@ -55,15 +58,39 @@ class Sources:
     k: Projection | GivenHeads
     v: Projection | GivenHeads
     output: OutputProjection | None
+    fused: bool = False
+    """Whether weight and bias are one tensor for q, k and v, and so are read and differentiated once."""
 
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, q's first."""
-        return [t for source in (self.q, self.k, self.v, self.output) if source for t in source.tensors()]
+        of_output = [] if self.output is None else self.output.tensors()
+        return [*self.listed(self.q.tensors(), self.k.tensors(), self.v.tensors()), *of_output]
+
+    def listed(self, q: list[Tensor | None], k: list[Tensor | None], v: list[Tensor | None]) -> list[Tensor | None]:
+        """What belongs to each projection's tensors, in the order of :meth:`tensors`."""
+        shared = _SHARED if self.fused else 0
+        return [*q, *k[shared:], *v[shared:]]
 
     def with_tensors(self, tensors: Iterator[Tensor | None]) -> Sources:
         """The same with other tensors."""
-        q, k, v = (source.with_tensors(tensors) for source in (self.q, self.k, self.v))
-        return Sources(q, k, v, None if self.output is None else self.output.with_tensors(tensors))
+        q = self.q.with_tensors(tensors)
+        shared = q.tensors()[:_SHARED] if self.fused else []
+        k, v = (source.with_tensors(itertools.chain(shared, tensors)) for source in (self.k, self.v))
+        output = None if self.output is None else self.output.with_tensors(tensors)
+        return dataclasses.replace(self, q=q, k=k, v=v, output=output)
+
+    def gradients(self, wanted: Iterator[bool]) -> tuple[_Gradient, _Gradient, _Gradient]:
+        """Zero gradients of q, k and v where `wanted`, in the order of :meth:`tensors`, says so."""
+        q, k, v = self.q, self.k, self.v
+        of_q = q.gradient(wanted)
+        if not self.fused:
+            return of_q, k.gradient(wanted), v.gradient(wanted)
+        assert isinstance(of_q, ProjectionGradient) and isinstance(k, Projection) and isinstance(v, Projection)
+        return of_q, k.gradient_beside(of_q, wanted), v.gradient_beside(of_q, wanted)
+
+
+_Gradient = ProjectionGradient | GivenHeadsGradient
+_SHARED = 2  # weight and bias come first among a projection's tensors
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,8 @@ class Call:
     layout: Layout
     mode: Mode
     dtype: torch.dtype
+    x_group: Group = None
+    """The ranks among which the rows of x are split once more; None where x has all of this rank's."""
 
     def without_tensors(self) -> Call:
         """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
@@ -262,9 +291,9 @@ def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor
 class _Gradients:
     """What backward accumulates."""
 
-    q: ProjectionGradient | GivenHeadsGradient
-    k: ProjectionGradient | GivenHeadsGradient
-    v: ProjectionGradient | GivenHeadsGradient
+    q: _Gradient
+    k: _Gradient
+    v: _Gradient
     sinks: Tensor | None
     output: Tensor | None
     dx: Tensor | None = None
@@ -518,7 +547,7 @@ def run_forward(
     The result is `[B, L, H * Dv]`, or `[B, L, Y]` after the output projection.
     """
     with torch.autocast(_device_type(tensors), enabled=False):
-        result, lses = _forward(call.with_tensors(tensors), _cast(x, call.dtype), sinks)
+        result, lses = _forward(call.with_tensors(tensors), _all_rows(call, x), sinks)
     if call.sources.output is None:
         result = result.flatten(2, 3)
     return result, lses if call.mode.memory == "keep" else []
@@ -541,19 +570,20 @@ def run_backward(
     sources = call.sources
     of_tensors = iter(wanted[2:])
     grads = _Gradients(
-        sources.q.gradient(of_tensors),
-        sources.k.gradient(of_tensors),
-        sources.v.gradient(of_tensors),
+        *sources.gradients(of_tensors),
         torch.zeros_like(sinks) if sinks is not None and wanted[1] else None,
         None,
     )
     of_output: list[Tensor | None] = []
-    if sources.output is not None:
-        grads.output = torch.zeros_like(sources.output.weight) if next(of_tensors) else None
-        of_output = [grads.output, _summed(grad, sources.output.bias) if next(of_tensors) else None]
+    if (output := sources.output) is not None:
+        into = output.accumulate_into
+        if next(of_tensors):
+            grads.output = torch.zeros_like(output.weight) if into is None else into
+        of_bias = _summed(grad, output.bias) if next(of_tensors) else None
+        of_output = [grads.output if into is None else None, of_bias]
     heads = (call.schedule.heads, -1)
     with torch.autocast(_device_type(tensors), enabled=False):
-        x_cast = _cast(x, call.dtype)
+        x_cast = _all_rows(call, x)
         if call.mode.blocks > 1:
             assert x_cast is not None
             _backward_in_blocks(call, grad.to(call.dtype), x_cast, sinks, grads)
@@ -561,8 +591,11 @@ def run_backward(
             of_heads = grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads)
             kept_out = (kept[0].unflatten(2, heads), list(kept[1:])) if kept else None
             _backward(call, of_heads, x_cast, sinks, kept_out, grads)
-    dx = None if x is None or grads.dx is None else grads.dx.to(x.dtype).view_as(x)
-    return [dx, grads.sinks, *(t for g in (grads.q, grads.k, grads.v) for t in g.tensors()), *of_output]
+    dx = None
+    if x is not None and grads.dx is not None:
+        dx = reduce_scatter_rows(grads.dx.to(x.dtype).view(x.shape[0], -1, x.shape[2]), call.x_group)
+    of_projections = sources.listed(grads.q.tensors(), grads.k.tensors(), grads.v.tensors())
+    return [dx, grads.sinks, *of_projections, *of_output]
 
 
 def _summed(grad: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -570,8 +603,9 @@ def _summed(grad: Tensor, bias: Tensor | None) -> Tensor | None:
     return None if bias is None else grad.flatten(0, -2).sum(0).to(bias.dtype)
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
+def _all_rows(call: Call, x: Tensor | None) -> Tensor | None:
+    """x with all of this rank's rows, in the computing precision."""
+    return None if x is None else gather_rows(x.to(call.dtype), call.x_group)
 
 
 def _device_type(tensors: Iterable[Tensor | None]) -> str:

@@ -1,0 +1,239 @@
+"""What hosts with fused weights need: places in one weight, gradients into the host's buffer, neighbouring rotary
+pairs, rows of x split once more. float64 on ranks, against one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import per_head_norm, relative_errors, spec_of
+from tests.ranks import run_ranks
+from tests.reference import Layer, make_layer, reference
+from upipe_integrations import (
+    AttentionProjections,
+    HeadFunction,
+    Layout,
+    Mode,
+    OutputProjection,
+    Projection,
+    RotateHalf,
+    Schedule,
+    upipe_attention,
+)
+from upipe_integrations.kernels import KERNELS
+
+D = 8
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
+    """Weights or biases as one whose rows are, group by group, the queries, the key and the value."""
+    parts = [t.unflatten(0, (groups, -1)) for t in (q, k, v)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def places_of(heads: int, groups: int) -> dict[str, tuple[int, ...]]:
+    """Where query, key and value heads are in such a weight, counted one by one."""
+    found: dict[str, list[int]] = {"q": [], "k": [], "v": []}
+    for place in range(heads + 2 * groups):
+        within = place % (heads // groups + 2)
+        found["q" if within < heads // groups else "kv"[within - heads // groups]].append(place)
+    return {name: tuple(places) for name, places in found.items()}
+
+
+def split_groups(grad: torch.Tensor, heads: int, groups: int) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`grouped`, row by row."""
+    by_head = grad.unflatten(0, (-1, D))
+    return {name: torch.cat([by_head[i] for i in places]) for name, places in places_of(heads, groups).items()}
+
+
+def run_fused(layer: Layer, chunk_heads: int, mode: Mode, layout: Layout, accumulate: bool) -> dict[str, torch.Tensor]:
+    """The layer with one weight and one bias for q, k and v, on all ranks; results as the reference's."""
+    C, rank = dist.get_world_size(), dist.get_rank()
+    H, K = layer.heads, layer.kv_heads
+    rows = layout.rows(rank, layer.x.shape[1], C)
+    leaves = {name: t.clone() for name, t in layer.leaves().items() if name[0] not in "wb" or name in ("wo", "bo")}
+    leaves["x"] = leaves["x"][:, rows].clone()
+    leaves["w"] = grouped(layer.wq, layer.wk, layer.wv, K)
+    leaves["b"] = grouped(layer.bq, layer.bk, layer.bv, K)
+    for t in leaves.values():
+        t.requires_grad_()
+    buffers = {name: torch.ones_like(leaves[name]).detach() for name in ("w", "wo")} if accumulate else {}
+    rotary = RotateHalf(layer.cos[:, rows], layer.sin[:, rows])
+    norm = {name: HeadFunction(per_head_norm, (leaves[f"{name}_gain"],)) for name in "qk"}
+    places = places_of(H, K)
+    projections = AttentionProjections(
+        *(
+            Projection(
+                leaves["w"],
+                D,
+                leaves["b"],
+                norm.get(name),
+                rotary if name in "qk" else None,
+                places[name],
+                buffers.get("w"),
+            )
+            for name in "qkv"
+        )
+    )
+    schedule = Schedule.build(heads=H, kv_heads=K, ranks=C, chunk_heads=chunk_heads)
+    output = OutputProjection(leaves["wo"], leaves["bo"], buffers.get("wo"))
+    out = upipe_attention(
+        leaves["x"],
+        projections,
+        schedule,
+        dist.group.WORLD,
+        KERNELS["math"],
+        spec_of(layer),
+        layout=layout,
+        output=output if mode.fuses_output else None,
+        mode=mode,
+    )
+    if not mode.fuses_output:
+        out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
+    out.backward(layer.dout[:, rows])
+    grads = {name: t.grad for name, t in leaves.items()}
+    if accumulate:
+        assert grads["w"] is None and (grads["wo"] is None) == mode.fuses_output
+        grads["w"] = buffers["w"] - 1
+        if mode.fuses_output:
+            grads["wo"] = buffers["wo"] - 1
+    for name, t in grads.items():
+        if name != "x":
+            dist.all_reduce(t)
+    results = {"out": _whole(out.detach(), rows), "dx": _whole(grads["x"], rows)}
+    for kind in "wb":
+        results |= {f"d{kind}{name}": t for name, t in split_groups(grads[kind], H, K).items()}
+    return results | {f"d{name}": grads[name] for name in ("q_gain", "k_gain", "wo", "bo")}
+
+
+def _whole(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`[B, S, ...]` of every rank's rows, summed where they meet."""
+    whole = part.new_zeros(part.shape[0], part.shape[1] * dist.get_world_size(), part.shape[2])
+    whole[:, rows] = part
+    dist.all_reduce(whole)
+    return whole
+
+
+MODES = {name: Mode(name, query_blocks=2) for name in ("keep", "recompute", "fused", "blocks")}
+
+
+def _errors_of_fused() -> dict[tuple, float]:
+    C = dist.get_world_size()
+    worst = {}
+    for H, K in [(8, 4), (8, 8), (8, 2), (12, 2)]:
+        for U in (C, 2 * C):
+            layer = make_layer(H, K, head_dim=D, seq=24 if C == 3 else 16, batch=2, bias=True, norm=True, output=True)
+            for number, (name, mode) in enumerate(MODES.items()):
+                layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
+                for accumulate in (False, True):
+                    got = run_fused(layer, U, mode, layout, accumulate)
+                    worst[H, K, U, name, accumulate] = max(relative_errors(got, reference(layer)).values())
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_weight_for_queries_keys_and_values(ranks):
+    """With its gradient by autograd, and added to a buffer of the caller's."""
+    for worst in run_ranks(ranks, _errors_of_fused):
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+def test_gradients_go_to_the_buffer_in_its_own_dtype():
+    x = torch.randn(1, 8, 16, dtype=torch.bfloat16)
+    weight = torch.randn(6 * D, 16, dtype=torch.bfloat16, requires_grad=True)
+    buffer = torch.zeros(6 * D, 16, dtype=torch.float32)
+    places = places_of(2, 2)
+    projections = AttentionProjections(*(Projection(weight, D, places=places[n], accumulate_into=buffer) for n in "qkv"))
+    schedule = Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1)
+    upipe_attention(x, projections, schedule, None, KERNELS["math"]).sum().backward()
+    assert weight.grad is None and buffer.abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("places", [(0, 1, 1), (0, 1), (0, 1, 6), (-1, 0, 1)])
+def test_places_that_do_not_fit_are_refused(places):
+    weight = torch.randn(6 * D, 16)
+    good = Projection(weight, D, places=(0, 1, 2))
+    projections = AttentionProjections(dataclasses.replace(good, places=places), good, good)
+    schedule = Schedule.build(heads=3, kv_heads=3, ranks=1, chunk_heads=1)
+    with pytest.raises(ValueError, match=r"q places .* must name 3 different heads of the 6"):
+        upipe_attention(torch.randn(1, 8, 16), projections, schedule, None, KERNELS["math"])
+
+
+# ---------------------------------------------------------------- rotary of neighbours
+
+
+@pytest.mark.parametrize("rotated", [D, D - 2])
+def test_rotary_of_neighbouring_pairs(rotated):
+    """By complex numbers, pair (2d, 2d + 1) by its own angle; and the transpose is the inverse."""
+    angle = torch.randn(1, 6, rotated // 2, dtype=torch.float64)
+    table = angle.repeat_interleave(2, -1)
+    rotary = RotateHalf(table.cos(), table.sin(), interleaved=True)
+    heads = torch.randn(2, 6, 1, 3, D, dtype=torch.float64)
+    got = torch.empty_like(heads)
+    rotary.rotate(heads, got)
+    z = torch.view_as_complex(heads[..., :rotated].unflatten(-1, (-1, 2)).contiguous())
+    turned = torch.view_as_real(z * torch.polar(torch.ones_like(angle), angle)[:, :, None, None]).flatten(-2)
+    wanted = torch.cat([turned, heads[..., rotated:]], -1)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-14)
+    back = torch.empty_like(heads)
+    rotary.rotate(got, back, inverse=True)
+    torch.testing.assert_close(back, heads, rtol=0, atol=1e-14)
+
+
+# ---------------------------------------------------------------- rows of x split once more
+
+
+def _errors_of_split_rows() -> dict[tuple, float]:
+    """World 4: two ranks share a shard of the sequence, each with half of the heads and half of the rows."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    sequence = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    part, shard = rank % 2, rank // 2
+    H, K = 8, 4
+    worst = {}
+    for batch in (1, 2):
+        layer = make_layer(H, K, head_dim=D, seq=16, batch=batch, bias=True)
+        wanted = reference(layer)
+        rows = Layout.zigzag().rows(shard, 16, 2)
+        mine = rows.chunk(2)[part]
+        for U in (2, 4):
+            heads, kv = (torch.arange(n * D).chunk(2)[part] for n in (H, K))
+            leaves = {"x": layer.x[:, mine].clone()}
+            for name, which in (("q", heads), ("k", kv), ("v", kv)):
+                leaves |= {f"{kind}{name}": getattr(layer, f"{kind}{name}")[which].clone() for kind in "wb"}
+            for t in leaves.values():
+                t.requires_grad_()
+            rotary = RotateHalf(layer.cos[:, rows], layer.sin[:, rows])
+            projections = AttentionProjections(
+                *(Projection(leaves[f"w{n}"], D, leaves[f"b{n}"], rotary=rotary if n in "qk" else None) for n in "qkv")
+            )
+            schedule = Schedule.build(heads=H // 2, kv_heads=K // 2, ranks=2, chunk_heads=U)
+            out = upipe_attention(
+                leaves["x"],
+                projections,
+                schedule,
+                sequence[part],
+                KERNELS["math"],
+                layout=Layout.zigzag(),
+                x_group=pairs[shard],
+            )
+            saved = [t for t in out.grad_fn.saved_tensors if t is not None and t.shape[-1:] == (24,)]
+            assert [tuple(t.shape) for t in saved if t.dim() == 3] == [(batch, 4, 24)], "only the part of x is kept"
+            out.backward(layer.dout[:, rows][..., heads])
+            got = {"out": out.detach(), "dx": leaves["x"].grad}
+            expected = {"out": wanted["out"][:, rows][..., heads], "dx": wanted["dx"][:, mine]}
+            for name, which in (("q", heads), ("k", kv), ("v", kv)):
+                for kind in "wb":
+                    grad = leaves[f"{kind}{name}"].grad
+                    dist.all_reduce(grad, group=sequence[part])
+                    got[f"d{kind}{name}"], expected[f"d{kind}{name}"] = grad, wanted[f"d{kind}{name}"][which]
+            worst[batch, U] = max(relative_errors(got, expected).values())
+    return worst
+
+
+def test_rows_of_x_split_over_a_second_group():
+    for worst in run_ranks(4, _errors_of_split_rows):
+        assert len(worst) == 4 and max(worst.values()) < 1e-10, worst
