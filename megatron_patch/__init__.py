@@ -1,8 +1,37 @@
-"""Placeholder for the Megatron adapter, which is not part of this release.
+"""UPipe for Megatron: ``--context-parallel-impl upipe --upipe-chunk-heads N`` on an unmodified training script.
 
-The UPipe attention core in ``upipe_integrations`` does not depend on a training framework, and the
-adapter that will hook it into Megatron-Core belongs here. This package holds its name and nothing
-else: it patches nothing, imports nothing and exports nothing, so importing it has no effect.
+Three ways in:
+
+* after ``pip install``, nothing: PyTorch loads the ``torch.backends`` entry point, which registers hooks for when
+  Megatron is imported. Without the argument they change nothing but ``--help``.
+* ``python -m megatron_patch pretrain_gpt.py ...``, also under ``torchrun -m``, where entry points are switched off.
+* own code: :func:`upipe_spec` converts a layer spec, without any patch.
+
+Importing this package imports nothing of Megatron.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_patch.options import UPipeOptions
+from upipe_integrations.config import UPipeConfig
+
+if TYPE_CHECKING:
+    from megatron_patch.attention import UPipeSelfAttention
+    from megatron_patch.specs import upipe_spec
+
+__all__ = ["UPipeConfig", "UPipeOptions", "UPipeSelfAttention", "upipe_spec"]
+
+
+def __getattr__(name: str) -> Any:
+    """What imports Megatron is imported when it is asked for."""
+    if name == "upipe_spec":
+        from megatron_patch.specs import upipe_spec
+
+        return upipe_spec
+    if name == "UPipeSelfAttention":
+        from megatron_patch.attention import UPipeSelfAttention
+
+        return UPipeSelfAttention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

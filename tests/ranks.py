@@ -1,7 +1,7 @@
 """Running one function on several gloo ranks.
 
-Processes are forked from a server that has already imported torch (and, where installed, deepspeed and
-transformers), so a group costs about a second; still, tests run many cases in each group they start.
+Processes are forked from a server that has already imported torch (and, where installed, deepspeed,
+transformers and megatron), so a group costs about a second; still, tests run many cases in each group they start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "deepspeed", "transformers.models.llama.modeling_llama"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "megatron.core.models.gpt.gpt_model",
+]
 
 
 def _context() -> Any:

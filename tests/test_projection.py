@@ -146,7 +146,9 @@ def test_gradients_go_to_the_buffer_in_its_own_dtype():
     weight = torch.randn(6 * D, 16, dtype=torch.bfloat16, requires_grad=True)
     buffer = torch.zeros(6 * D, 16, dtype=torch.float32)
     places = places_of(2, 2)
-    projections = AttentionProjections(*(Projection(weight, D, places=places[n], accumulate_into=buffer) for n in "qkv"))
+    projections = AttentionProjections(
+        *(Projection(weight, D, places=places[n], accumulate_into=buffer) for n in "qkv")
+    )
     schedule = Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1)
     upipe_attention(x, projections, schedule, None, KERNELS["math"]).sum().backward()
     assert weight.grad is None and buffer.abs().amax(1).min() > 0

@@ -88,6 +88,24 @@ class HeadFunction:
     tensors: tuple[Tensor, ...] = ()
     by_row: tuple[int, ...] = ()
 
+    @classmethod
+    def of_module(cls, module: torch.nn.Module) -> HeadFunction:
+        """A per-head norm module as a function of heads and its own parameters, without its hooks.
+
+        Hosts hang gathering and releasing of parameters on hooks: those must not run from inside backward, where
+        parameters may be saved copies.
+        """
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+
+        def apply(heads: Tensor, *tensors: Tensor) -> Tensor:
+            shell = torch.nn.Module.__new__(type(module))
+            shell.__dict__.update(module.__dict__)
+            shell.__dict__["_parameters"] = dict(zip(names, tensors, strict=True))
+            result: Tensor = type(module).forward(shell, heads)
+            return result
+
+        return cls(apply, tuple(getattr(module, name) for name in names))
+
     def at_rows(self, rows: slice) -> HeadFunction:
         """The function of some rows only."""
         cut = tuple(t[:, rows] if i in self.by_row else t for i, t in enumerate(self.tensors))

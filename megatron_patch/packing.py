@@ -1,0 +1,100 @@
+"""Packed sequences: which rows of a packed sequence a rank holds, and where its documents end."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upipe_integrations import Layout
+
+_REMEMBERED = "_upipe_packing"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one microbatch lies on the context-parallel ranks.
+
+    Args:
+        layout: which rows this rank holds.
+        documents: boundaries of the documents, which do not attend each other; None is one sequence per batch row.
+        rank: of this process in the context-parallel group, of `ranks`.
+        length: rows of the whole sequence.
+    """
+
+    layout: Layout
+    documents: tuple[tuple[int, ...], ...] | None
+    rank: int
+    ranks: int
+    length: int
+
+    def rows_of_table(self, table_rows: int) -> Tensor | None:
+        """The rows of a rotary table that belong to this rank's rows; None where it is cut for this rank already.
+
+        A table as long as the packed sequence has a row for each of its rows, a shorter one for each position in a
+        document (Megatron's ``_apply_rotary_pos_emb_thd``).
+        """
+        if self.documents is None:
+            return None
+        rows = self.layout.rows(self.rank, self.length, self.ranks)
+        boundaries = torch.tensor(self.documents[0])
+        if table_rows == self.length and len(self.documents[0]) > 2:
+            return rows
+        starts = boundaries[torch.searchsorted(boundaries, rows, right=True) - 1]
+        return rows - starts
+
+
+def packing_of(packed_seq_params: Any, rows: int, group: Any, documents_cut: str) -> Packing:
+    """The packing of a microbatch of which this rank holds `rows` rows.
+
+    Args:
+        packed_seq_params: Megatron's ``PackedSeqParams``, or None.
+        rows: of this rank.
+        group: context-parallel group.
+        documents_cut: ``UPipeOptions.documents_cut``.
+
+    Raises:
+        ValueError: a format other than ``thd``, a group of its own, or boundaries that do not fit.
+    """
+    ranks, rank = group.size(), group.rank()
+    length = rows * ranks
+    natural = Layout.zigzag() if ranks > 1 else Layout.contiguous()
+    if packed_seq_params is None:
+        return Packing(natural, None, rank, ranks, length)
+    if packed_seq_params.qkv_format != "thd":
+        raise ValueError(f"upipe: packed sequences in format {packed_seq_params.qkv_format!r}: UPipe serves 'thd'.")
+    own = getattr(packed_seq_params, "cp_group", None)
+    if own is not None and own is not group:
+        raise ValueError(
+            "upipe: packed sequences with a context-parallel group of their own (--hybrid-context-parallel): UPipe's "
+            "stages are planned for one group. Use --context-parallel-impl native."
+        )
+    remembered: dict[object, Packing] = getattr(packed_seq_params, _REMEMBERED, {})
+    key = (length, ranks, documents_cut)
+    if key not in remembered:
+        boundaries = _boundaries(packed_seq_params, length)
+        layout = natural
+        if documents_cut == "each" and ranks > 1:
+            layout = Layout.packed_zigzag(boundaries)
+        remembered[key] = Packing(layout, (boundaries,), rank, ranks, length)
+        setattr(packed_seq_params, _REMEMBERED, remembered)  # for the other layers: reading lengths waits for the GPU
+    return remembered[key]
+
+
+def _boundaries(packed_seq_params: Any, length: int) -> tuple[int, ...]:
+    """``(0, ..., length)``, of the padded documents where they are padded."""
+    lengths = packed_seq_params.cu_seqlens_q_padded
+    if lengths is None:
+        lengths = packed_seq_params.cu_seqlens_q
+    found = [int(n) for n in lengths.flatten().tolist()]
+    # Megatron pads the list itself by repeating its last entry.
+    found = [0, *(n for before, n in itertools.pairwise(found) if n != before)]
+    if found != sorted(found) or found[-1] != length:
+        raise ValueError(
+            f"upipe: documents that end at {found[1:]} in a packed sequence of {length} rows over all context-parallel "
+            "ranks: ends must rise, the last to all rows. Give padding to the last document (cu_seqlens_q_padded)."
+        )
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""Layer specs with UPipe attention: the route without patches, and what the patches use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_patch.attention import UPipeSelfAttention
+from megatron_patch.options import UPipeOptions
+from upipe_integrations import UPipeConfig
+
+
+def upipe_spec(spec: Any, options: UPipeOptions | UPipeConfig) -> Any:
+    """The same layer, block, stack or MTP spec, with UPipe in the place of every ``SelfAttention``.
+
+    Args:
+        spec: a ``ModuleSpec`` or block submodules, as ``GPTModel`` or ``HybridModel`` take them.
+        options: the engine's settings, or all options.
+
+    Raises:
+        ValueError: there is no self-attention in it, or another kind of attention (latent, linear) is.
+    """
+    if isinstance(options, UPipeConfig):
+        options = UPipeOptions(options)
+    converted, count = _converted(spec, options)
+    if count == 0:
+        raise ValueError(
+            "upipe: no SelfAttention in this layer spec, so nothing would run on UPipe. Pass a spec with Megatron's "
+            "SelfAttention, or use --context-parallel-impl native."
+        )
+    return converted
+
+
+def _converted(spec: Any, options: UPipeOptions) -> tuple[Any, int]:
+    """(the spec, how many self-attentions were replaced in it)."""
+    if isinstance(spec, ModuleSpec) and isinstance(spec.module, type):
+        if spec.module is SelfAttention:
+            params = {**spec.params, "upipe": options}
+            return dataclasses.replace(spec, module=UPipeSelfAttention, params=params), 1
+        if issubclass(spec.module, UPipeSelfAttention):
+            return spec, 1
+        _refuse_other_attention(spec.module)
+    if isinstance(spec, functools.partial):
+        if spec.func is SelfAttention:
+            return functools.partial(UPipeSelfAttention, *spec.args, **spec.keywords, upipe=options), 1
+        _refuse_other_attention(spec.func)
+        keywords, count = {}, 0
+        for name, value in spec.keywords.items():
+            keywords[name], of_value = _converted(value, options)
+            count += of_value
+        return functools.partial(spec.func, *spec.args, **keywords), count
+    if isinstance(spec, (list, tuple)):
+        parts = [_converted(part, options) for part in spec]
+        return type(spec)(part for part, _ in parts), sum(count for _, count in parts)
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec, 0
+    changes, total = {}, 0
+    for field in dataclasses.fields(spec):
+        value, count = _converted(getattr(spec, field.name), options)
+        if count:
+            changes[field.name] = value
+            total += count
+    return (dataclasses.replace(spec, **changes) if changes else spec), total
+
+
+def _refuse_other_attention(module: Any) -> None:
+    """Raise ValueError where `module` is attention over the sequence, but not plain self-attention."""
+    if isinstance(module, type) and issubclass(module, Attention):
+        raise ValueError(
+            f"upipe: this model's layer spec has {module.__name__}, which UPipe can't replace: it serves Megatron's "
+            "SelfAttention. Use --context-parallel-impl native for this model."
+        )
