@@ -4,6 +4,7 @@ pairs, rows of x split once more. float64 on ranks, against one process."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
