@@ -4,7 +4,6 @@ pairs, rows of x split once more. float64 on ranks, against one process."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
