@@ -27,10 +27,21 @@ def use_cpu() -> None:
     torch.Tensor.pin_memory = lambda self, *a, **k: self
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.synchronize = lambda *a, **k: None
+    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
+        setattr(cuda, name, _Nothing)
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     _OnCpu().__enter__()
+    kind = torch.Tensor.type
+
+    def named_for_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return kind(self, dtype, *args, **kwargs)
+        name = kind(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = named_for_cuda
 
     from megatron.core.tensor_parallel import random
 
@@ -117,19 +128,9 @@ def use_cpu_for_training() -> None:
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
-        setattr(cuda, name, _Nothing)
     cuda.device = lambda *args: contextlib.nullcontext()
     for name in ("Float", "Long", "Int", "Half", "BFloat16", "Byte", "Double"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    kind = torch.Tensor.type
-
-    def named_for_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return kind(self, dtype, *args, **kwargs)
-        return kind(self).replace("torch.", "torch.cuda.", 1)
-
-    torch.Tensor.type = named_for_cuda
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(torch.optim.Optimizer, name):
             setattr(torch.optim.Optimizer, name, lambda self: None)

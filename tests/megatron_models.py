@@ -130,7 +130,7 @@ def build(case: Case, upipe: bool, change_spec: Any = None) -> list[Any]:
         vp = {"vp_stage": stage} if case.vpp else {}
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **vp)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **vp)
-        spec = _spec_on_stage(case, config, vp)
+        spec = layer_spec(dataclasses.replace(case, spec=case.spec | vp), config)
         mtp = _mtp_spec(config, spec, vp) if config.mtp_num_layers else None
         if change_spec is not None:
             spec = change_spec(spec)
@@ -154,13 +154,6 @@ def build(case: Case, upipe: bool, change_spec: Any = None) -> list[Any]:
         fill(model)
         chunks.append(model)
     return chunks
-
-
-def _spec_on_stage(case: Case, config: Any, vp: dict[str, Any]) -> Any:
-    spec = layer_spec(case, config)
-    if not vp:
-        return spec
-    return layer_spec(dataclasses.replace(case, spec=case.spec | vp), config)
 
 
 def _mtp_spec(config: Any, spec: Any, vp: dict[str, Any]) -> Any:
@@ -227,9 +220,9 @@ def _split_dim(name: str, parameter: Any) -> int | None:
 # ---------------------------------------------------------------- batches
 
 
-def batch_of(case: Case) -> dict[str, torch.Tensor]:
+def batch_of(case: Case, seed: int = 5) -> dict[str, torch.Tensor]:
     """A whole batch; every token has a weight of its own in the loss."""
-    g = torch.Generator().manual_seed(5)
+    g = torch.Generator().manual_seed(seed)
     shape = (case.batch, case.length)
     return {
         "tokens": torch.randint(0, VOCABULARY, shape, generator=g),
@@ -265,29 +258,34 @@ def token_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Te
 # ---------------------------------------------------------------- whole gradients
 
 
-def whole_gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient in the whole model, on every rank; what a part does not have comes from another."""
+def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient, summed over context-parallel ranks, without data parallelism's help."""
     from megatron.core import parallel_state
 
     tensor, context = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-    mine: dict[str, torch.Tensor] = {}
-    for model in chunks:
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            assert grad is not None, name
-            grad = grad.clone()
-            split = _split_dim(name, parameter)
-            if context.size() > 1 and "experts" not in name:
-                dist.all_reduce(grad, group=context)
-            if split is not None:
-                parts = [torch.empty_like(grad) for _ in range(tensor.size())]
-                dist.all_gather(parts, grad.contiguous(), group=tensor)
-                grad = torch.cat(parts, split)
-            elif tensor.size() > 1 and _is_partial(name, parameter):
-                dist.all_reduce(grad, group=tensor)
-            name = global_name(model, name)
-            mine[name] = mine[name] + grad if name in mine else grad
-    return mine
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad.clone()
+        if context.size() > 1:
+            dist.all_reduce(grad, group=context)
+        if tensor.size() > 1 and _split_dim(name, parameter) is None and _is_partial(name, parameter):
+            dist.all_reduce(grad, group=tensor)
+        whole[global_name(model, name)] = whole_over_tensor_ranks(name, parameter, grad)
+    return whole
+
+
+def whole_over_tensor_ranks(name: str, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """`value`, of the parameter's shape, put together where tensor parallelism splits it."""
+    from megatron.core import parallel_state
+
+    split = _split_dim(name, parameter)
+    if split is None:
+        return value.clone()
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, split)
 
 
 def _is_partial(name: str, parameter: Any) -> bool:

@@ -39,7 +39,7 @@ def _run(case: Case, upipe: bool) -> dict[str, torch.Tensor]:
     loss = loss.detach().clone()
     if case.cp > 1:
         dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
-    return {"loss": loss, **whole_gradients([model])}
+    return {"loss": loss, **whole_gradients(model)}
 
 
 def _results(cases: list[Case], upipe: bool) -> list[dict[str, torch.Tensor]]:
