@@ -117,12 +117,12 @@ def layer_spec(case: Case, config: Any) -> Any:
     )
 
 
-def build(case: Case, upipe: bool, change_spec: Any = None) -> list[Any]:
+def build(case: Case, upipe: bool, change_spec: Any = None, documents_cut: str = "each") -> list[Any]:
     """The model's chunks on this rank (one without interleaving), with the weights that `fill` gives."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron_patch import UPipeConfig, upipe_spec
+    from megatron_patch import UPipeConfig, UPipeOptions, upipe_spec
 
     config = config_of(case)
     chunks = []
@@ -135,7 +135,8 @@ def build(case: Case, upipe: bool, change_spec: Any = None) -> list[Any]:
         if change_spec is not None:
             spec = change_spec(spec)
         if upipe:
-            options = UPipeConfig(chunk_heads=case.chunk_heads or case.cp, **case.upipe)
+            engine = UPipeConfig(chunk_heads=case.chunk_heads or case.cp, **case.upipe)
+            options = UPipeOptions(engine, documents_cut)
             spec = upipe_spec(spec, options)
             mtp = None if mtp is None else upipe_spec(mtp, options)
         arguments: dict[str, Any] = dict(

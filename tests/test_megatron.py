@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 from typing import Any
 
 import pytest
@@ -26,11 +27,11 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def _run(case: Case, upipe: bool) -> dict[str, torch.Tensor]:
+def _run(case: Case, upipe: bool, change_spec: Any = None) -> dict[str, torch.Tensor]:
     """Loss, logits' sum over the vocabulary weighted by token, and gradients, of the whole batch."""
     from megatron.core import parallel_state
 
-    (model,) = build(case, upipe)
+    (model,) = build(case, upipe, change_spec)
     batch = on_this_rank(batch_of(case))
     mask = None if upipe else causal_mask(case.length)
     logits = model(batch["tokens"], batch["position_ids"], mask)
@@ -168,3 +169,166 @@ def _recompute_cases() -> dict[str, Case]:
 
 def test_recomputation():
     assert_equal(2, _recompute_cases())
+
+
+# ---------------------------------------------------------------- packed sequences
+
+DOCUMENTS = (0, 16, 24, 56, 64)  # each a multiple of twice 4 ranks
+UNEVEN_DOCUMENTS = (0, 3, 20, 21, 64)
+
+
+def _by_document(case: Case, documents: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The stock model on each document by itself, losses added."""
+    (model,) = build(case, upipe=False)
+    batch = batch_of(case)
+    total = 0.0
+    for start_, end in itertools.pairwise(documents):
+        part = {name: t[:, start_:end] for name, t in batch.items()}
+        positions = torch.arange(end - start_)[None]
+        loss = token_loss(model(part["tokens"], positions, causal_mask(end - start_)), part)
+        loss.backward()
+        total += float(loss.detach())
+    return {"loss": torch.tensor(total, dtype=torch.float64), **whole_gradients(model)}
+
+
+def _packed(case: Case, documents: tuple[int, ...], cut: str, padded: bool) -> dict[str, torch.Tensor]:
+    """The documents packed in one sequence, split as Megatron splits it."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    (model,) = build(case, upipe=True, documents_cut=cut)
+    rank, ranks = parallel_state.get_context_parallel_rank(), case.cp
+    # By hand, half-chunk by half-chunk: what each document (or the whole) gives this rank.
+    spans = itertools.pairwise(documents if cut == "each" else (0, case.length))
+    rows: list[int] = []
+    for first, end in spans:
+        half = (end - first) // (2 * ranks)
+        for chunk in (rank, 2 * ranks - 1 - rank) if ranks > 1 else (0, 1):
+            rows += range(first + chunk * half, first + (chunk + 1) * half)
+    batch = {name: t[:, rows] for name, t in batch_of(case).items()}
+    ends = torch.tensor(documents, dtype=torch.int32)
+    longest = int((ends[1:] - ends[:-1]).max())
+    # A document that is shorter than its place, and the list filled up with its last entry.
+    real = torch.cat([ends[:-1], ends[-1:] - 2]) if padded else torch.cat([ends, ends[-1:]])
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=ends if padded else None,
+        cu_seqlens_kv_padded=ends if padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    logits = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
+    loss = token_loss(logits, batch)
+    loss.backward()
+    loss = loss.detach().clone()
+    if ranks > 1:
+        dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    return {"loss": loss, **whole_gradients(model)}
+
+
+def _packed_results(cases: list[tuple[Case, tuple[int, ...], str, bool]]) -> list[dict[str, torch.Tensor]]:
+    from tests.megatron_cpu import use_cpu
+
+    use_cpu()
+    results = []
+    for case, documents, cut, padded in cases:
+        start(case)
+        run = _by_document if cut == "alone" else _packed
+        results.append(run(case, documents, *(() if cut == "alone" else (cut, padded))))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_sequences(ranks):
+    """Public faults 14 and 28: both layouts, each document as if it were alone."""
+    base = Case(batch=1, length=64, config={"softmax_type": "learnable"})
+    references = dict(
+        zip(
+            (DOCUMENTS, UNEVEN_DOCUMENTS),
+            run_ranks(1, _packed_results, [(base, d, "alone", False) for d in (DOCUMENTS, UNEVEN_DOCUMENTS)])[0],
+            strict=True,
+        )
+    )
+    cases = []
+    for memory in ("keep", "fused"):
+        case = dataclasses.replace(base, cp=ranks, upipe={"memory": memory})
+        cases += [
+            (case, DOCUMENTS, "each", False),
+            (case, DOCUMENTS, "each", True),
+            (case, DOCUMENTS, "whole", False),
+            (case, UNEVEN_DOCUMENTS, "whole", False),
+        ]
+    if ranks == 4:
+        cases.append((dataclasses.replace(base, tp=2, cp=2, sp=True), DOCUMENTS, "each", False))
+    for case, result in zip(cases, run_ranks(ranks, _packed_results, cases)[0], strict=True):
+        error, name = largest_error(result, references[case[1]])
+        assert error < 1e-10, (case, name, error)
+
+
+# ---------------------------------------------------------------- Transformer Engine's fused norm
+
+
+class _Fused:
+    """Makes ``ColumnParallelLinear`` what ``TELayerNormColumnParallelLinear`` is: a norm and a linear layer in one,
+    with TE's attribute names."""
+
+    @staticmethod
+    def spec(spec: Any, kind: str, zero_centered: bool) -> Any:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        class LayerNormColumnParallelLinear(ColumnParallelLinear):
+            def __init__(self, input_size: int, *args: Any, config: Any, **kwargs: Any) -> None:
+                super().__init__(input_size, *args, config=config, **kwargs)
+                self.normalization, self.zero_centered_gamma, self.eps = kind, zero_centered, config.layernorm_epsilon
+                names = ("layer_norm_weight", "layer_norm_bias") if kind == "LayerNorm" else ("layer_norm_weight",)
+                for name in names:
+                    self.register_parameter(name, torch.nn.Parameter(torch.empty(input_size)))
+                    getattr(self, name).sequence_parallel = config.sequence_parallel
+
+            def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                gain = self.layer_norm_weight + 1 if zero_centered else self.layer_norm_weight
+                if kind == "LayerNorm":
+                    centered = x - x.mean(-1, keepdim=True)
+                    x = centered / (centered.square().mean(-1, keepdim=True) + self.eps).sqrt()
+                    x = x * gain + self.layer_norm_bias
+                else:
+                    x = x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * gain
+                return super().forward(x, *args, **kwargs)
+
+        layer = spec.submodules
+        attention = layer.self_attention
+        fused = dataclasses.replace(attention.submodules, linear_qkv=LayerNormColumnParallelLinear)
+        return dataclasses.replace(
+            spec,
+            submodules=dataclasses.replace(
+                layer,
+                input_layernorm=IdentityOp,
+                self_attention=dataclasses.replace(attention, submodules=fused),
+            ),
+        )
+
+
+def _fused_norm_results(cases: list[tuple[Case, str, bool, bool]]) -> list[dict[str, torch.Tensor]]:
+    from tests.megatron_cpu import use_cpu
+
+    use_cpu()
+    results = []
+    for case, kind, zero_centered, upipe in cases:
+        start(case)
+        results.append(_run(case, upipe, lambda spec, k=kind, z=zero_centered: _Fused.spec(spec, k, z)))
+    return results
+
+
+def test_norm_inside_linear_qkv():
+    """As Transformer Engine's layers have it: applied, and its gradients returned, under TP and CP too."""
+    kinds = [("LayerNorm", False), ("LayerNorm", True), ("RMSNorm", False), ("RMSNorm", True)]
+    references = run_ranks(1, _fused_norm_results, [(Case(), *kind, False) for kind in kinds])[0]
+    splits = [Case(cp=4), Case(tp=2, cp=2), Case(tp=2, cp=2, sp=True, upipe={"memory": "fused"})]
+    cases = [(case, *kind, True) for kind in kinds for case in splits]
+    for (case, *kind, _), result in zip(cases, run_ranks(4, _fused_norm_results, cases)[0], strict=True):
+        error, name = largest_error(result, references[kinds.index(tuple(kind))])
+        assert error < 1e-10, (case, kind, name, error)
+        assert any("layer_norm_weight" in key for key in result)
