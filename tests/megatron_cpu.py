@@ -48,6 +48,11 @@ def use_cpu() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _allow_torch_norm_with_sequence_parallel()
+    with contextlib.suppress(ImportError):
+        from megatron.core.transformer.moe import moe_utils
+
+        if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it without having defined it
+            moe_utils.te_general_gemm = None
 
 
 def _allow_torch_norm_with_sequence_parallel() -> None:
