@@ -167,8 +167,10 @@ class UPipeSelfAttention(SelfAttention):
             return x.transpose(0, 1), None
         if self.config.sequence_parallel:
             return x.transpose(0, 1), self.pg_collection.tp
-        # Transposed first, so that what it reduces in backward is contiguous: 0.16 loses the sum of anything else.
-        return copy_to_tensor_model_parallel_region(x.transpose(0, 1), group=self.pg_collection.tp), None
+        x = copy_to_tensor_model_parallel_region(x, group=self.pg_collection.tp)
+        if x.requires_grad:
+            x.register_hook(Tensor.contiguous)  # 0.16 loses the sum over ranks of anything else
+        return x.transpose(0, 1), None
 
     def _causal(self) -> bool:
         kinds = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
