@@ -7,7 +7,7 @@ Three ways in:
 * ``python -m megatron_patch pretrain_gpt.py ...``, also under ``torchrun -m``, where entry points are switched off.
 * own code: :func:`upipe_spec` converts a layer spec, without any patch.
 
-Importing this package imports nothing of Megatron.
+Importing this package imports nothing of Megatron and patches nothing; :func:`register` is what the entry point calls.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_patch.options import UPipeOptions
+from upipe_autoload import megatron as register
 from upipe_integrations.config import UPipeConfig
 
 if TYPE_CHECKING:
     from megatron_patch.attention import UPipeSelfAttention
     from megatron_patch.specs import upipe_spec
 
-__all__ = ["UPipeConfig", "UPipeOptions", "UPipeSelfAttention", "upipe_spec"]
+__all__ = ["UPipeConfig", "UPipeOptions", "UPipeSelfAttention", "register", "upipe_spec"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from megatron_patch import autoload
+import upipe_autoload
 
 _USAGE = """usage: python -m megatron_patch SCRIPT [ARGUMENTS ...]
 
@@ -36,7 +36,7 @@ def main() -> None:
     except ImportError:
         print("python -m megatron_patch: wrapt is missing. pip install 'upipe-integrations[megatron]'", file=sys.stderr)
         sys.exit(2)
-    autoload.register()
+    upipe_autoload.megatron()
     sys.argv = arguments
     # As python does for a script; it put the current directory there for -m.
     sys.path[0] = os.path.dirname(os.path.abspath(script))

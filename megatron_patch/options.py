@@ -7,6 +7,7 @@ table of rules checks any of them: arguments before a process group exists, a co
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,15 @@ def options_from(source: Any) -> UPipeOptions | None:
     try:
         config = UPipeConfig.from_mapping(given)
     except ValueError as error:
-        raise ValueError(str(error).replace("upipe.", "--upipe-")) from None
+        raise ValueError(_in_flags(str(error))) from None
     # As pretrain_gpt.py chooses between the two when it deals a batch out.
     whole = getattr(source, "dataloader_inter_document_masking", False) and not getattr(source, "sft", False)
     return UPipeOptions(config, "whole" if whole else "each")
+
+
+def _in_flags(message: str) -> str:
+    """The engine's message about ``upipe.chunk_heads`` as one about ``--upipe-chunk-heads``."""
+    return re.sub(r"\bupipe\.(\w+)", lambda found: flag(PREFIX + found[1]), message)
 
 
 def _given(source: Any) -> dict[str, Any]:
@@ -271,8 +277,7 @@ def check_heads(options: UPipeOptions, *, heads: int, groups: int, ranks: int, t
     try:
         options.config.schedule(heads=heads // tensor_ranks, kv_heads=groups // tensor_ranks, ranks=ranks)
     except ValueError as error:
-        message = str(error).replace("upipe.chunk_heads", flag(PREFIX + "chunk_heads"))
-        message = message.replace("sequence-parallel ranks", "context-parallel ranks")
+        message = _in_flags(str(error)).replace("sequence-parallel ranks", "context-parallel ranks")
         if tensor_ranks > 1:
             message = message.replace("the model's", f"a tensor-parallel rank's (of {tensor_ranks})")
         raise ValueError(message) from None

@@ -144,6 +144,8 @@ def _options_of(config: Any) -> UPipeOptions | None:
 
 def _patch_model(module: ModuleType, name: str, specs: tuple[str, ...] | None) -> None:
     model = getattr(module, name)
+    if isinstance(inspect.getattr_static(model, "__init__"), wrapt.FunctionWrapper):
+        return
     signature = inspect.signature(model.__init__)
 
     def init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

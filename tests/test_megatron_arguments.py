@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import upipe_autoload
 from megatron_patch.options import UPipeOptions, check_arguments, options_from
 from tests.megatron_cpu import namespace
 from tests.ranks import run_in_process
@@ -40,10 +41,9 @@ UPIPE = ["--context-parallel-impl", "upipe"]
 
 def _parsed(words: list[str], ranks: int) -> Any:
     """As a training script has them: parsed, validated, and the config made of them."""
-    from megatron_patch import autoload
     from tests.megatron_cpu import use_cpu_for_training
 
-    autoload.register()
+    upipe_autoload.megatron()
     use_cpu_for_training()
     from megatron.training import arguments
 
@@ -103,9 +103,7 @@ def _options(patched: bool) -> tuple[list[tuple], str]:
     import argparse
 
     if patched:
-        from megatron_patch import autoload
-
-        autoload.register()
+        upipe_autoload.megatron()
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
@@ -151,7 +149,7 @@ BAD = {
     "graphs": ("--cuda-graph-impl local", r"--cuda-graph-impl = 'local'"),
     "reset": ("--reset-attention-mask", r"--reset-attention-mask = True .*--dataloader-inter-document-masking"),
     "deterministic": ("--deterministic-mode", r"--deterministic-mode = True"),
-    "blocks": ("--upipe-memory blocks --upipe-query-blocks 0", r"--upipe-query_blocks = 0: must be positive"),
+    "blocks": ("--upipe-memory blocks --upipe-query-blocks 0", r"--upipe-query-blocks = 0: must be positive"),
     "hierarchical": (
         "--hierarchical-context-parallel-sizes 2 1 --cp-comm-type a2a+p2p",
         r"--(hierarchical-context-parallel-sizes|cp-comm-type)",
@@ -186,9 +184,7 @@ def test_an_option_without_the_switch_is_refused():
 
 
 def _argparse(words: list[str]) -> str:
-    from megatron_patch import autoload
-
-    autoload.register()
+    upipe_autoload.megatron()
     from megatron.training import arguments
 
     sys.argv = ["pretrain_gpt.py", *MODEL, *words]
@@ -279,9 +275,7 @@ def test_documents_that_are_cut_as_one_sequence():
 
 def _yaml(words: list[str]) -> tuple[Any, Any, str]:
     """A config from a YAML namespace, as Megatron builds it; and what is said to flags beside a YAML file."""
-    from megatron_patch import autoload
-
-    autoload.register()
+    upipe_autoload.megatron()
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training import arguments, yaml_arguments
 
@@ -326,10 +320,10 @@ def test_yaml_configs():
 
 
 def _models() -> dict[str, Any]:
-    from megatron_patch import UPipeSelfAttention, autoload
+    from megatron_patch import UPipeSelfAttention
 
-    autoload.register()
-    autoload.register()
+    upipe_autoload.megatron()
+    upipe_autoload.megatron()  # again: what is patched is not patched twice
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -395,8 +389,8 @@ def _python(*words: str, **environment: str) -> subprocess.CompletedProcess:
 def test_importing_the_package_imports_no_megatron():
     code = """
 import sys
-import megatron_patch.autoload
-megatron_patch.autoload.register()
+import megatron_patch
+megatron_patch.register()
 print([name for name in sys.modules if name.startswith("megatron.")])
 """
     assert _python("-c", code).stdout == "[]\n"
@@ -427,8 +421,8 @@ def test_megatron_may_be_imported_first():
     code = """
 import argparse
 import megatron.training.arguments as arguments
-import megatron_patch.autoload
-megatron_patch.autoload.register()
+import megatron_patch
+megatron_patch.register()
 parsed = arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args([])
 print(parsed.context_parallel_impl)
 """

@@ -18,7 +18,9 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
-FROM_0_17 = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training") is not None
+FROM_0_17 = (
+    importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training") is not None
+)
 WITH_EVERYTHING = {"qk_layernorm": True, "softmax_type": "learnable"}
 
 
