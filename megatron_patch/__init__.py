@@ -5,7 +5,8 @@ Three ways in:
 * after ``pip install``, nothing: PyTorch loads the ``torch.backends`` entry point, which registers hooks for when
   Megatron is imported. Without the argument they change nothing but ``--help``.
 * ``python -m megatron_patch pretrain_gpt.py ...``, also under ``torchrun -m``, where entry points are switched off.
-* own code: :func:`upipe_spec` converts a layer spec, without any patch.
+* own code: :func:`upipe_options` and :func:`gpt_upipe_spec` (or :func:`upipe_spec`, which converts any layer spec)
+  make what ``GPTModel`` is given, without any patch.
 
 Importing this package imports nothing of Megatron and patches nothing; :func:`register` is what the entry point calls.
 """
@@ -20,17 +21,26 @@ from upipe_integrations.config import UPipeConfig
 
 if TYPE_CHECKING:
     from megatron_patch.attention import UPipeSelfAttention
-    from megatron_patch.specs import upipe_spec
+    from megatron_patch.specs import gpt_upipe_spec, upipe_options, upipe_spec
 
-__all__ = ["UPipeConfig", "UPipeOptions", "UPipeSelfAttention", "register", "upipe_spec"]
+__all__ = [
+    "UPipeConfig",
+    "UPipeOptions",
+    "UPipeSelfAttention",
+    "gpt_upipe_spec",
+    "register",
+    "upipe_options",
+    "upipe_spec",
+]
+_FROM_SPECS = ("gpt_upipe_spec", "upipe_options", "upipe_spec")
 
 
 def __getattr__(name: str) -> Any:
     """What imports Megatron is imported when it is asked for."""
-    if name == "upipe_spec":
-        from megatron_patch.specs import upipe_spec
+    if name in _FROM_SPECS:
+        from megatron_patch import specs
 
-        return upipe_spec
+        return getattr(specs, name)
     if name == "UPipeSelfAttention":
         from megatron_patch.attention import UPipeSelfAttention
 

@@ -57,18 +57,26 @@ def options_from(source: Any) -> UPipeOptions | None:
     impl = getattr(source, IMPL)
     if impl != "upipe":
         raise ValueError(f"{flag(IMPL)} = {impl!r}: must be 'native' or 'upipe'.")
-    ranks = _number(source, "context_parallel_size")
+    # As pretrain_gpt.py chooses between the two when it deals a batch out.
+    whole = getattr(source, "dataloader_inter_document_masking", False) and not getattr(source, "sft", False)
+    return dataclasses.replace(resolve(source, given), documents_cut="whole" if whole else "each")
+
+
+def resolve(source: Any, given: dict[str, Any]) -> UPipeOptions:
+    """The options `given`, with defaults that depend on `source`: arguments, or a TransformerConfig.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    given = dict(given)
     if given.get("chunk_heads", AUTO) == AUTO:
-        given["chunk_heads"] = ranks
+        given["chunk_heads"] = _number(source, "context_parallel_size")
     if "memory" not in given and _recomputes_attention(source):
         given["memory"] = "recompute"
     try:
-        config = UPipeConfig.from_mapping(given)
+        return UPipeOptions(UPipeConfig.from_mapping(given))
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
-    # As pretrain_gpt.py chooses between the two when it deals a batch out.
-    whole = getattr(source, "dataloader_inter_document_masking", False) and not getattr(source, "sft", False)
-    return UPipeOptions(config, "whole" if whole else "each")
 
 
 def _in_flags(message: str) -> str:

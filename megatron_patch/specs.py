@@ -6,12 +6,43 @@ import dataclasses
 import functools
 from typing import Any
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_patch.attention import UPipeSelfAttention
-from megatron_patch.options import UPipeOptions
+from megatron_patch.options import AUTO, UPipeOptions, check_arguments, resolve
 from upipe_integrations import UPipeConfig
+
+
+def upipe_options(
+    config: Any, *, chunk_heads: int | str = AUTO, documents_cut: str = "each", **engine: Any
+) -> UPipeOptions:
+    """Options that fit a TransformerConfig, with the defaults that the command line has.
+
+    Args:
+        config: the model's TransformerConfig.
+        chunk_heads: query heads per stage over all context-parallel ranks; ``"auto"`` is the number of ranks.
+        documents_cut: see :class:`UPipeOptions`.
+        engine: more of :class:`~upipe_integrations.UPipeConfig`, such as ``memory="fused"``.
+
+    Raises:
+        ValueError: an unknown option, one out of its range, or a setting of `config` that UPipe refuses.
+    """
+    options = dataclasses.replace(resolve(config, {"chunk_heads": chunk_heads, **engine}), documents_cut=documents_cut)
+    check_arguments(config, options)
+    return options
+
+
+def gpt_upipe_spec(config: Any, options: UPipeOptions | UPipeConfig, **spec: Any) -> Any:
+    """Megatron's decoder block spec for `config`, with UPipe attention: what ``GPTModel`` takes as its layer spec.
+
+    Args:
+        config: the model's TransformerConfig.
+        options: see :func:`upipe_spec`.
+        spec: as for Megatron's ``get_gpt_decoder_block_spec`` (``use_transformer_engine=True``, ``vp_stage=...``).
+    """
+    return upipe_spec(get_gpt_decoder_block_spec(config, **spec), options)
 
 
 def upipe_spec(spec: Any, options: UPipeOptions | UPipeConfig) -> Any:

@@ -427,3 +427,20 @@ parsed = arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args(
 print(parsed.context_parallel_impl)
 """
     assert _python("-c", code).stdout.splitlines()[-1] == "native"
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_names_every_argument_and_every_refusal():
+    import argparse
+
+    from megatron_patch.arguments import add_arguments
+    from megatron_patch.options import RULES as rules
+
+    page = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text()
+    options = [
+        word for action in add_arguments(argparse.ArgumentParser())._actions[1:] for word in action.option_strings
+    ]
+    refused = ["--" + name.replace("_", "-") for rule in rules for name in rule.names]
+    assert [word for word in options + refused if f"`{word}" not in page] == []

@@ -320,7 +320,14 @@ def _specs() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.attention import SelfAttention
 
-    from megatron_patch import UPipeConfig, UPipeSelfAttention, upipe_spec
+    from megatron_patch import (
+        UPipeConfig,
+        UPipeOptions,
+        UPipeSelfAttention,
+        gpt_upipe_spec,
+        upipe_options,
+        upipe_spec,
+    )
 
     options = UPipeConfig(chunk_heads=4)
     stock = get_gpt_layer_local_spec()
@@ -335,6 +342,23 @@ def _specs() -> None:
         upipe_spec(dataclasses.replace(stock, submodules=None), options)
     case = Case(config={"num_moe_experts": 2, "moe_layer_freq": [0, 1], "add_bias_linear": False})
     block = upipe_spec(layer_spec(case, config_of(case)), options)
+    again = gpt_upipe_spec(config_of(case), options, use_transformer_engine=False)
+    assert [s.submodules.self_attention for s in block.layer_specs] == [
+        s.submodules.self_attention for s in again.layer_specs
+    ]
+    selective = config_of(Case(cp=2, config={"recompute_granularity": "selective"}))
+    assert upipe_options(selective) == UPipeOptions(UPipeConfig(chunk_heads=2, memory="recompute"))
+    assert upipe_options(selective, chunk_heads=4, memory="fused", documents_cut="whole") == UPipeOptions(
+        UPipeConfig(chunk_heads=4, memory="fused"), "whole"
+    )
+    for wrong, message in [
+        ({"chunk_heads": 3}, "must be a multiple of the 2 context-parallel ranks"),
+        ({"memroy": "fused"}, r"unknown key \(did you mean 'memory'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            upipe_options(selective, **wrong)
+    with pytest.raises(ValueError, match=r"--attention-dropout = 0\.5"):
+        upipe_options(config_of(Case(config={"attention_dropout": 0.5})))
     assert [s.submodules.self_attention.module for s in block.layer_specs] == [UPipeSelfAttention] * 2
 
 
