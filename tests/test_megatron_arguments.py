@@ -148,7 +148,6 @@ BAD = {
     ),
     "graphs": ("--cuda-graph-impl local", r"--cuda-graph-impl = 'local'"),
     "reset": ("--reset-attention-mask", r"--reset-attention-mask = True .*--dataloader-inter-document-masking"),
-    "deterministic": ("--deterministic-mode", r"--deterministic-mode = True"),
     "blocks": ("--upipe-memory blocks --upipe-query-blocks 0", r"--upipe-query-blocks = 0: must be positive"),
     "hierarchical": (
         "--hierarchical-context-parallel-sizes 2 1 --cp-comm-type a2a+p2p",
@@ -227,6 +226,7 @@ RULES = {
     "fused_single_qkv_rope": True,
     "use_kitchen_attention": True,
     "batch_invariant_mode": True,
+    "deterministic_mode": True,
     "use_megatron_fsdp": True,
     "use_torch_fsdp2": True,
     "attention_backend": "fused",
