@@ -63,7 +63,8 @@ class HeadFunction:
     Args:
         function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It must treat
             heads alike, as it sees those of one stage, and be free of side effects, as backward calls
-            it again.
+            it again. In code for torch.compile: one from outside of that code, or a dataclass or closure of
+            constants.
         tensors: what it reads besides; those that require gradients get them.
         by_row: which of `tensors` have this rank's rows as second dimension (rotary tables); needed where
             backward walks rows in blocks.

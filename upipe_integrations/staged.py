@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,6 +76,10 @@ class _Part:
     padding_is_zero: bool = False
 
 
+_A_TENSOR: Any = ...
+"""Stands for a tensor in a call without tensors."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Everything of one call; outside forward and backward its sources hold no tensors."""
@@ -90,8 +94,11 @@ class Call:
     dtype: torch.dtype
 
     def without_tensors(self) -> Call:
-        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
-        return self.with_tensors([None if t is None else t.new_empty(0) for t in self.sources.tensors()])
+        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means.
+
+        Equal structures are equal and hash alike (so long as group, kernel and functions do).
+        """
+        return self.with_tensors([None if t is None else _A_TENSOR for t in self.sources.tensors()])
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> Call:
         """The same call with its sources' tensors in place."""
