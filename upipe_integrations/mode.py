@@ -54,7 +54,7 @@ class Mode:
 
     def y_sum_dtype(self, dtype: torch.dtype, stages: int) -> torch.dtype:
         """The dtype that y is summed in over stages: its memory is forward's, which is not the training peak."""
-        exact = self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y
+        exact = stages > 1 and (self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y)
         return torch.promote_types(dtype, torch.float32) if exact else dtype
 
     def kv_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
