@@ -25,9 +25,10 @@ class _Prepared:
 
     _numbers = itertools.count()
 
-    def __init__(self, call: Call, given: tuple[bool, ...]) -> None:
+    def __init__(self, call: Call, given: tuple[bool, ...], *, in_graph: bool = False) -> None:
         self.call = call
         self.given = given
+        self.in_graph = in_graph
         self.number = next(self._numbers)
         _PREPARED[self.number] = self
 
@@ -40,7 +41,7 @@ class _Prepared:
 
 # A call lives as long as its user: the caller in forward, the autograd context until backward, or the cache.
 _PREPARED: weakref.WeakValueDictionary[int, _Prepared] = weakref.WeakValueDictionary()
-_prepared_for_good = functools.cache(_Prepared)
+_prepared_for_good = functools.cache(functools.partial(_Prepared, in_graph=True))
 
 
 def attention_operator(call: Call, inputs: Sequence[Tensor | None]) -> Tensor:
@@ -89,14 +90,20 @@ def _attention_backward(
     grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int
 ) -> list[Tensor]:
     """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
-    prepared = _PREPARED[call]
+    with _autograd_there():
+        grads = _gradients(_PREPARED[call], grad, tensors, kept, wanted)
+    return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
+
+
+def _gradients(
+    prepared: _Prepared, grad: Tensor, tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradient of each of the tensors, where it is wanted."""
     wants = iter(wanted)
     wanted_of_all = [given and next(wants) for given in prepared.given]
-    with torch.no_grad(), _autograd_there():
+    with torch.no_grad():
         grads = run_backward(prepared.call, grad, prepared.inputs(tensors), kept, wanted_of_all)
-    result = [g for g, want in zip(grads, wanted_of_all, strict=True) if want]
-    assert all(g is not None for g in result), "every input that may require a gradient has one"
-    return result  # type: ignore[return-value]
+    return [g for g, given in zip(grads, prepared.given, strict=True) if given]
 
 
 @_attention_backward.register_fake
@@ -132,6 +139,8 @@ def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tens
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
     saved = list(ctx.saved_tensors)
     tensors, kept = saved[: ctx.read], saved[ctx.read :]
+    if not ctx.prepared.in_graph:
+        return _gradients(ctx.prepared, grads[0], tensors, kept, ctx.wanted), None
     of_wanted = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))
     return [next(of_wanted) if want else None for want in ctx.wanted], None
 
