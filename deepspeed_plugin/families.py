@@ -146,18 +146,27 @@ def head_norm(module: nn.Module | None) -> HeadFunction | None:
     """A per-head norm module (``q_norm``, ``k_norm``) as a function of one stage's heads and its parameters."""
     if module is None:
         return None
-    names = [name for name, _ in module.named_parameters(recurse=False)]
+    return HeadFunction(_NormOfHeads(module), tuple(t for _, t in module.named_parameters(recurse=False)))
 
-    def apply(heads: Tensor, *tensors: Tensor) -> Tensor:
-        # A shell around the given tensors: the module's own hooks (ZeRO-3's gather and release) must not
-        # run from inside backward, and its parameters may be saved copies there.
-        shell = nn.Module.__new__(type(module))
-        shell.__dict__.update(module.__dict__)
+
+@dataclass(frozen=True)
+class _NormOfHeads:
+    """A norm module as a function of heads and its parameters.
+
+    A shell around the given tensors runs: the module's own hooks (ZeRO-3's gather and release) must not run from
+    inside backward, and its parameters may be saved copies there.
+    """
+
+    module: nn.Module
+
+    def __call__(self, heads: Tensor, *tensors: Tensor) -> Tensor:
+        kind = type(self.module)
+        shell = nn.Module.__new__(kind)
+        shell.__dict__.update(self.module.__dict__)
+        names = [name for name, _ in self.module.named_parameters(recurse=False)]
         shell.__dict__["_parameters"] = dict(zip(names, tensors, strict=True))
-        result: Tensor = type(module).forward(shell, heads)
+        result: Tensor = kind.forward(shell, heads)
         return result
-
-    return HeadFunction(apply, tuple(getattr(module, name) for name in names))
 
 
 def _own_rotary(module: nn.Module, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:

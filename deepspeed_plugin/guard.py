@@ -56,6 +56,8 @@ class ShardGuard:
         self._signature = inspect.signature(module.forward)
         self._settings = settings
 
+    # torch.compiler.disable, without importing the compiler: what is decided here depends on every rank's data.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

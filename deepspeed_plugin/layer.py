@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ from upipe_integrations import (
     select_kernel,
     upipe_attention,
 )
+from upipe_integrations.kernels import KERNELS
 from upipe_integrations.sharding import documents_from_positions
+from upipe_integrations.tracing import run_for_real
 
 CHILD = "upipe"
 """Name of the child module under an attention module."""
@@ -59,7 +61,11 @@ class LayerSettings:
 
 
 # Asking every kernel looks for packages on disk: once for a request, not in every layer of every forward.
-_chosen_kernel = functools.lru_cache(maxsize=64)(select_kernel)
+_select_kernel = functools.lru_cache(maxsize=64)(select_kernel)
+
+
+def _chosen_kernel(name: str, request: KernelRequest) -> str:
+    return _select_kernel(name, request).name
 
 
 class StagedAttention(nn.Module):
@@ -103,7 +109,7 @@ class StagedAttention(nn.Module):
             projections,
             self.schedule,
             self.settings.group.process_group,
-            _chosen_kernel(self.settings.config.kernel, request),
+            KERNELS[run_for_real(_chosen_kernel, self.settings.config.kernel, request)],
             spec,
             output=OutputProjection(attention.o_proj.weight, attention.o_proj.bias) if mode.fuses_output else None,
             mode=mode,
@@ -148,14 +154,20 @@ def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tup
     return remembered
 
 
-def _then_rotate(norm: HeadFunction | None, rotate: Any, cos: Tensor, sin: Tensor) -> HeadFunction:
+def _then_rotate(norm: HeadFunction | None, rotate: Callable[..., Tensor], cos: Tensor, sin: Tensor) -> HeadFunction:
     """The norm, if any, and then the model's own rotary, as one function of a stage's heads."""
 
-    def apply(heads: Tensor, cos: Tensor, sin: Tensor, *of_norm: Tensor) -> Tensor:
-        rotated: Tensor = rotate(heads if norm is None else norm.function(heads, *of_norm), cos, sin)
-        return rotated
+    function = _NormThenRotate(None if norm is None else norm.function, rotate)
+    return HeadFunction(function, (cos, sin, *(norm.tensors if norm else ())), by_row=(0, 1))
 
-    return HeadFunction(apply, (cos, sin, *(norm.tensors if norm else ())), by_row=(0, 1))
+
+@dataclass(frozen=True)
+class _NormThenRotate:
+    norm: Callable[..., Tensor] | None
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, heads: Tensor, cos: Tensor, sin: Tensor, *of_norm: Tensor) -> Tensor:
+        return self.rotate(heads if self.norm is None else self.norm(heads, *of_norm), cos, sin)
 
 
 def staged_forward(

@@ -194,29 +194,11 @@ def test_the_operator_refuses_double_backward():
 def test_calls_are_forgotten_with_their_last_use():
     import gc
 
-    from upipe_integrations.checkpoint import _PREPARED
+    from upipe_integrations.operators import _PREPARED
 
     layer = make_layer(8, 4)
+    gc.collect()
+    before = len(_PREPARED)  # of compiled code
     run_sharded(layer, 2, None, mode=Mode(operator=True))
     gc.collect()
-    assert len(_PREPARED) == 0
-
-
-@pytest.mark.parametrize("mode", [Mode(), Mode("fused"), Mode("fused", operator=True)], ids=str)
-def test_compiled_code_around_attention_gives_the_same(mode):
-    """One graph break, at attention; nothing else changes."""
-    layer = make_layer(8, 4, norm=True, output=True)
-    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
-
-    def run(x, leaves):
-        h = torch.nn.functional.layer_norm(x, x.shape[-1:])
-        output = OutputProjection(leaves["wo"]) if mode.fuses_output else None
-        projections = projections_of(layer, leaves, slice(None))
-        return upipe_attention(h, projections, schedule, None, MathKernel(), output=output, mode=mode).sin()
-
-    grads = []
-    for function in (run, torch.compile(run, backend="aot_eager")):
-        leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
-        function(leaves["x"], leaves).sum().backward()
-        grads.append({name: t.grad for name, t in leaves.items() if t.grad is not None})
-    assert max(relative_errors(grads[1], grads[0]).values()) < 1e-12
+    assert len(_PREPARED) == before

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from upipe_integrations.all_to_all import Group, group_ranks
-from upipe_integrations.checkpoint import attention_operator
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
+from upipe_integrations.operators import attention_operator
 from upipe_integrations.projection import GivenHeads, OutputProjection, Projection
 from upipe_integrations.schedule import Schedule
 from upipe_integrations.staged import Call, Sources, run_backward, run_forward
+from upipe_integrations.tracing import run_for_real
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,11 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
     for name, heads in wanted.items():
         projection = getattr(projections, name)
         shape, expected = tuple(projection.weight.shape), (heads * projection.head_dim, x.shape[2])
+        if projection.accumulate_into is not None and torch.compiler.is_compiling():
+            raise ValueError(
+                f"{name} accumulate_into in compiled code: a graph can't add to a tensor it does not return. Leave "
+                "it out, or compile around the attention layer."
+            )
         if projection.places is not None:
             _check_places(name, projection, heads)
             expected = (shape[0], x.shape[2])
@@ -176,6 +182,11 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
                 raise ValueError(
                     f"{name} rotary tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)}: must be "
                     f"[1 or {x.shape[0]}, {rows}, even and at most {projection.head_dim}], this rank's rows only."
+                )
+            if cos.requires_grad or sin.requires_grad:
+                raise ValueError(
+                    f"{name} rotary tables require gradients, which RotateHalf does not give. Detach them, or rotate "
+                    "in a HeadFunction that has them among its tensors."
                 )
 
 
@@ -229,13 +240,17 @@ def _check(call: Call, batch: int, rows: int, device: torch.device, sinks: Tenso
     if call.mode.blocks > 1:
         _check_blocks(call, rows)
     request = KernelRequest(device, call.dtype, q.head_dim, v.head_dim, spec, sinks is not None)
-    reason = kernel.refusal(request)
+    reason = run_for_real(_refusal, kernel, request)
     if reason is not None:
         features = ", ".join(request.features())
         raise ValueError(
             f"kernel {kernel.name!r}{f' with {features}' if features else ''}: {reason}. "
             "Choose another kernel (select_kernel('auto', ...) finds one that can)."
         )
+
+
+def _refusal(kernel: Kernel, request: KernelRequest) -> str | None:
+    return kernel.refusal(request)
 
 
 def _check_blocks(call: Call, rows: int) -> None:
@@ -261,15 +276,10 @@ def _check_blocks(call: Call, rows: int) -> None:
         raise ValueError("memory mode 'blocks' with value heads of another size is not supported. Use mode 'fused'.")
 
 
-# torch.compiler.disable, without the second that importing the compiler would add to importing this module.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """The call through autograd: by its operator where the mode asks for one, else directly.
-
-    Compiled code breaks its graph here: backward differentiates the caller's head functions.
-    """
+    """The call through autograd: by its operator in compiled code and where the mode asks for it, else directly."""
     tensors = call.sources.tensors()
-    if call.mode.operator:
+    if call.mode.operator or torch.compiler.is_compiling():
         return attention_operator(call.without_tensors(), [x, sinks, *tensors])
     result: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
         call.without_tensors(), x, sinks, *tensors

@@ -111,7 +111,7 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
         attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa
         writing = result + s.q + (0 if s.closes_kv else 2 * s.kappa)
         if mode.fuses_output:
-            writing += s.q + (chi / PRODUCT_PIECES if wide == 2 else 0)
+            writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
         peak = max(peak, max(attending, writing) + s.in_flight(1) + lse)
     return peak
 

@@ -23,9 +23,9 @@ class Mode:
             the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
             backward, besides.
         query_blocks: blocks of a rank's rows in ``"blocks"``.
-        accumulate: ``"auto"`` sums y, dx and a stage's dK, dV in the compute dtype, but dK and dV over blocks, and
-            y over more than 4 stages, in float32; ``"float32"`` sums everything in float32. docs/precision.md
-            argues it.
+        accumulate: ``"auto"`` sums y and dx in the compute dtype, but y over more than 4 stages, and dK and dV over
+            blocks, in float32, and in bfloat16 dK and dV over stages in as much memory but finer
+            (``sums.ScaledSum``); ``"float32"`` sums everything in float32. docs/precision.md argues it.
         overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
             memory of one more stage's exchange.
         operator: run as the registered operator ``torch.ops.upipe.attention``, which selective activation
@@ -54,10 +54,10 @@ class Mode:
 
     def y_sum_dtype(self, dtype: torch.dtype, stages: int) -> torch.dtype:
         """The dtype that y is summed in over stages: its memory is forward's, which is not the training peak."""
-        exact = self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y
+        exact = stages > 1 and (self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y)
         return torch.promote_types(dtype, torch.float32) if exact else dtype
 
     def kv_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that dK and dV are summed in over stages and blocks."""
+        """The dtype that dK and dV are summed in over stages and blocks; for bfloat16 see ``sums.ScaledSum``."""
         exact = self.accumulate == "float32" or self.blocks > 1
         return torch.promote_types(dtype, torch.float32) if exact else dtype

@@ -23,8 +23,10 @@ from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.schedule import HeadChunk
 
-PRODUCT_PIECES = 8
-"""Pieces in which a product is added to a sum of a wider dtype."""
+PRODUCT_PIECES = 64
+"""Pieces in which a product is added to a sum of a wider dtype: fewer where they would be small."""
+_ROWS_OF_PIECE = 1024
+_DEPTH_OF_PIECE = 256
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class HeadFunction:
     Args:
         function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It must treat
             heads alike, as it sees those of one stage, and be free of side effects, as backward calls
-            it again.
+            it again. In code for torch.compile: one from outside of that code, or a dataclass or closure of
+            constants.
         tensors: what it reads besides; those that require gradients get them.
         by_row: which of `tensors` have this rank's rows as second dimension (rotary tables); needed where
             backward walks rows in blocks.
@@ -218,16 +221,13 @@ class Projection:
 
 @dataclass
 class RowSum:
-    """A stage's rows of a weight gradient, summed in float32 where they come in blocks."""
+    """A stage's rows of a weight gradient; where they come in blocks, each and their sum are in float32."""
 
     total: Tensor | None = None
 
-    def add(self, rows: Tensor, in_blocks: bool) -> None:
+    def add(self, rows: Tensor) -> None:
         """Add a block's rows, or take the stage's as they are."""
-        if self.total is not None:
-            self.total.add_(rows)
-        else:
-            self.total = rows.to(torch.promote_types(rows.dtype, torch.float32)) if in_blocks else rows
+        self.total = rows if self.total is None else self.total.add_(rows)
 
     def take(self) -> Tensor:
         """The sum, which is given away."""
@@ -279,10 +279,11 @@ class ProjectionGradient:
         grad = self._grad_of_projected(projection, received, x, chunk)
         del received
         by_token = grad.flatten(0, 1).flatten(1, 2)
+        dtype = x.dtype if rows is None else torch.promote_types(x.dtype, torch.float32)
         if self.weight is not None:
-            self._weight_rows.add(by_token.t() @ x.flatten(0, 1), rows is not None)
+            self._weight_rows.add(product(by_token.t(), x.flatten(0, 1), dtype))
         if self.bias is not None:
-            self._bias_rows.add(by_token.sum(0), rows is not None)
+            self._bias_rows.add(by_token.sum(0, dtype=dtype))
         if rows is None:
             self.end_blocks(chunk)
         return by_token, projection._rows(projection.weight, heads, x.dtype)
@@ -413,9 +414,9 @@ class OutputProjection:
         weight = self.by_head(received.shape[4])._rows(self.weight.t(), chunk.by_rank, received.dtype)
         return add_product(y, rows, weight, sum_dtype)
 
-    def weight_rows(self, received: Tensor, dy: Tensor) -> Tensor:
+    def weight_rows(self, received: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
         """What the chunk's attended heads and dy `[B, L, Y]` contribute to the weight: `[C * n * Dv, Y]`."""
-        return _by_token(received).t() @ dy.flatten(0, 1)
+        return product(_by_token(received).t(), dy.flatten(0, 1), dtype)
 
     def add_rows(self, total: Tensor, rows: Tensor, head_dim: int, chunk: HeadChunk) -> None:
         """Add such rows to the weight's gradient `total` `[Y, H * Dv]`."""
@@ -462,9 +463,22 @@ def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch
         return total
     if dtype == rows.dtype:
         return total.addmm_(rows, weight)
-    # In pieces, so that the product in the narrower dtype does not need the whole of its memory.
-    for target, part in zip(total.chunk(PRODUCT_PIECES), rows.chunk(PRODUCT_PIECES), strict=True):
-        target.add_(part @ weight)
+    # In pieces, so that the product does not need the whole of its memory.
+    size = max(rows.shape[0] // PRODUCT_PIECES, _ROWS_OF_PIECE)
+    for target, part in zip(total.split(size), rows.split(size), strict=True):
+        target.add_(product(part, weight, dtype))
+    return total
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right``, rounded to `dtype` only: their own, or a wider one that a sum of products is made in."""
+    if dtype == left.dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    total = left.new_zeros(left.shape[0], right.shape[1], dtype=dtype)
+    for columns, rows in zip(left.split(_DEPTH_OF_PIECE, 1), right.split(_DEPTH_OF_PIECE), strict=True):
+        total.addmm_(columns.to(dtype), rows.to(dtype))
     return total
 
 

@@ -17,7 +17,7 @@ same number of stages, query heads and KV heads, so they run the same collective
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 
@@ -100,7 +100,7 @@ class Schedule:
     kv_heads: int
     ranks: int
     chunk_heads: int
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, *, heads: int, kv_heads: int, ranks: int, chunk_heads: int) -> Schedule:
@@ -123,29 +123,36 @@ class Schedule:
                 f"chunk_heads = {chunk_heads}: must be a positive multiple of the {ranks} ranks and at most "
                 f"the {heads} query heads."
             )
-        u, group = chunk_heads // ranks, heads // kv_heads
-        sizes = [heads // ranks + (r < heads % ranks) for r in range(ranks)]
-        starts = [0, *accumulate(sizes)]
-        owned = [range(starts[r], starts[r + 1]) for r in range(ranks)]
-        last = [block[-1] for block in owned]
-        chunks: list[tuple[HeadChunk, HeadChunk, tuple[tuple[int, ...], ...]]] = []
-        for first in range(0, max(sizes), u):
-            q = HeadChunk.filled([block[first : first + u] for block in owned], last)
-            needed = [sorted({i // group for i in row}) for row in q.by_rank]
-            kv = HeadChunk.filled(needed, last)
-            pairing = tuple(
-                tuple(row.index(i // group) for i in heads_of_rank)
-                for row, heads_of_rank in zip(kv.by_rank, q.by_rank, strict=True)
-            )
-            chunks.append((q, kv, pairing))
-        stages = tuple(
-            Stage(
-                q,
-                kv,
-                pairing,
-                opens_kv=s == 0 or chunks[s - 1][1].by_rank != kv.by_rank,
-                closes_kv=s + 1 == len(chunks) or chunks[s + 1][1].by_rank != kv.by_rank,
-            )
-            for s, (q, kv, pairing) in enumerate(chunks)
+        return cls(heads, kv_heads, ranks, chunk_heads)
+
+    def __post_init__(self) -> None:
+        stages = _stages_of(self.heads, self.kv_heads, self.ranks, self.chunk_heads)
+        object.__setattr__(self, "stages", stages)
+
+
+def _stages_of(heads: int, kv_heads: int, ranks: int, chunk_heads: int) -> tuple[Stage, ...]:
+    u, group = chunk_heads // ranks, heads // kv_heads
+    sizes = [heads // ranks + (r < heads % ranks) for r in range(ranks)]
+    starts = [0, *accumulate(sizes)]
+    owned = [range(starts[r], starts[r + 1]) for r in range(ranks)]
+    last = [block[-1] for block in owned]
+    chunks: list[tuple[HeadChunk, HeadChunk, tuple[tuple[int, ...], ...]]] = []
+    for first in range(0, max(sizes), u):
+        q = HeadChunk.filled([block[first : first + u] for block in owned], last)
+        needed = [sorted({i // group for i in row}) for row in q.by_rank]
+        kv = HeadChunk.filled(needed, last)
+        pairing = tuple(
+            tuple(row.index(i // group) for i in heads_of_rank)
+            for row, heads_of_rank in zip(kv.by_rank, q.by_rank, strict=True)
         )
-        return cls(heads, kv_heads, ranks, chunk_heads, stages)
+        chunks.append((q, kv, pairing))
+    return tuple(
+        Stage(
+            q,
+            kv,
+            pairing,
+            opens_kv=s == 0 or chunks[s - 1][1].by_rank != kv.by_rank,
+            closes_kv=s + 1 == len(chunks) or chunks[s + 1][1].by_rank != kv.by_rank,
+        )
+        for s, (q, kv, pairing) in enumerate(chunks)
+    )

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from upipe_integrations.projection import (
     add_products,
 )
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
+from upipe_integrations.sums import ScaledSum, Sum
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class _Part:
     padding_is_zero: bool = False
 
 
+_A_TENSOR: Any = ...
+"""Stands for a tensor in a call without tensors."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Everything of one call; outside forward and backward its sources hold no tensors."""
@@ -119,8 +124,11 @@ class Call:
     """The ranks among which the rows of x are split once more; None where x has all of this rank's."""
 
     def without_tensors(self) -> Call:
-        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means."""
-        return self.with_tensors([None if t is None else t.new_empty(0) for t in self.sources.tensors()])
+        """The structure alone, for autograd contexts: what is kept there is kept by autograd's own means.
+
+        Equal structures are equal and hash alike (so long as group, kernel and functions do).
+        """
+        return self.with_tensors([None if t is None else _A_TENSOR for t in self.sources.tensors()])
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> Call:
         """The same call with its sources' tensors in place."""
@@ -181,6 +189,11 @@ class Call:
         """Which KV head each query head attends, or None when the kernel's own grouping says the same."""
         rank = group_rank(self.group)
         return None if stage.grouped_evenly(rank) else torch.tensor(stage.kv_of_q[rank], device=device)
+
+    def kv_sum(self, stage: Stage) -> Sum | ScaledSum:
+        """An empty sum for the dK or dV of the KV heads that a stage opens."""
+        dtype = self.dtype if stage.closes_kv else self.mode.kv_sum_dtype(self.dtype)
+        return ScaledSum() if dtype == torch.bfloat16 and not stage.closes_kv else Sum(dtype)
 
     def attend(self, stage: Stage, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of a stage."""
@@ -313,7 +326,9 @@ def _backward(
     gave (out `[B, L, H, Dv]` and lse), or None where a stage's attention is run again.
     """
     sources = call.sources
-    kh = vh = dk = dv = None
+    kh = vh = None
+    dk: Sum | ScaledSum | None = None
+    dv: Sum | ScaledSum | None = None
     lses = iter(kept[1] if kept else [])
 
     def ask(stage: Stage) -> list[_Arriving | None]:
@@ -343,9 +358,11 @@ def _backward(
         del qh, doh, lse
         if sources.output is None:
             del oh
-        sum_dtype = kh.dtype if stage.opens_kv and stage.closes_kv else call.mode.kv_sum_dtype(kh.dtype)
-        dk = _accumulated(dk, dk_stage, kh, pairing, sum_dtype)
-        dv = _accumulated(dv, dv_stage, vh, pairing, sum_dtype)
+        if stage.opens_kv:
+            dk, dv = call.kv_sum(stage), call.kv_sum(stage)
+        assert dk is not None and dv is not None
+        dk.add(_of_kv_heads(dk_stage, kh, pairing))
+        dv.add(_of_kv_heads(dv_stage, vh, pairing))
         del dk_stage, dv_stage
         if stage.closes_kv:
             kh = vh = None
@@ -358,19 +375,13 @@ def _backward(
                 oh = call.to_pieces(oh)
                 oh = exchange(oh, call.group)
                 _zero_padding(oh, stage.q)
-                rows = sources.output.weight_rows(oh, grad)
+                rows = sources.output.weight_rows(oh, grad, call.dtype)
                 sources.output.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
                 del rows
             del oh
         if stage.closes_kv:
-            dk = call.to_pieces(dk.to(call.dtype))
-            dk = exchange(dk, call.group)
-            factors.append(grads.k.add(dk, x, stage.kv))
-            dk = None
-            dv = call.to_pieces(dv.to(call.dtype))
-            dv = exchange(dv, call.group)
-            factors.append(grads.v.add(dv, x, stage.kv))
-            dv = None
+            factors.append(grads.k.add(_sent_back(call, dk), x, stage.kv))
+            factors.append(grads.v.add(_sent_back(call, dv), x, stage.kv))
         grads.dx = add_products(grads.dx, factors, call.mode.sum_dtype(call.dtype))
         del factors
 
@@ -424,7 +435,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         del factors
         if grads.output is not None:
             _zero_padding(o, stage.q)
-            of_output.add(output.weight_rows(o, grad[:, rows]), True)
+            of_output.add(output.weight_rows(o, grad[:, rows], torch.promote_types(call.dtype, torch.float32)))
         del pieces, dq, o
         if rows.stop < L:
             continue
@@ -511,11 +522,15 @@ def _paired(kv: Tensor, pairing: Tensor | None) -> Tensor:
     return kv if pairing is None else kv.index_select(1, pairing)
 
 
-def _accumulated(total: Tensor | None, part: Tensor, kv: Tensor, pairing: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`total` plus a stage's gradient of `kv`, in place; the first part is taken as it is."""
-    if pairing is not None:
-        part = torch.zeros_like(kv).index_add_(1, pairing, part)
-    return part.to(dtype) if total is None else total.add_(part)
+def _sent_back(call: Call, total: Sum | ScaledSum) -> Tensor:
+    """The sum, at the ranks whose rows it is of: `[C, L, B, v, D]`."""
+    pieces = call.to_pieces(total.take(call.dtype))
+    return exchange(pieces, call.group)
+
+
+def _of_kv_heads(part: Tensor, kv: Tensor, pairing: Tensor | None) -> Tensor:
+    """A stage's gradient of the heads of `kv` from that of the heads its kernel was given."""
+    return part if pairing is None else torch.zeros_like(kv).index_add_(1, pairing, part)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -214,6 +214,14 @@ class InBlocks(ABC):
         return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
 
 
+def lse_like(kernel: Kernel, q: Tensor) -> Tensor:
+    """An empty lse of queries `q`: of the shape that :class:`Kernel` promises, or the kernel's own."""
+    ask: Callable[[Tensor], Tensor] | None = getattr(kernel, "lse_like", None)
+    if ask is not None:
+        return ask(q)
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 

@@ -28,6 +28,10 @@ class FunctionKernel:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         return "a function returns no log-sum-exp to merge sinks into: do it in the function" if request.sinks else None
 
+    def lse_like(self, q: Tensor) -> Tensor:
+        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        return q.new_empty(0)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`; the lse is empty."""
         return self.function(q, k, v, spec), q.new_empty(0)

@@ -255,6 +255,10 @@ class TorchCudnn:
         # Its lse has a layout of its own, which sinks can't be merged into.
         return cuda_refusal(request) or unserved(request, ())
 
+    def lse_like(self, q: Tensor) -> Tensor:
+        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        return q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -305,6 +309,10 @@ class TorchEfficient:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         # Its lse is padded to a multiple of 32 rows, which sinks can't be merged into.
         return cuda_refusal(request, (*HALF_PRECISION, torch.float32)) or unserved(request, (VALUE_SIZE,))
+
+    def lse_like(self, q: Tensor) -> Tensor:
+        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        return q.new_empty(*q.shape[:2], -(-q.shape[2] // 32) * 32, dtype=torch.float32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""

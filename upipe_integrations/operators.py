@@ -1,0 +1,150 @@
+"""Attention and its backward as registered operators: what selective checkpointing keeps, and compiled code calls.
+
+An operator's arguments are tensors and numbers, so the rest of a call goes by a number. In eager mode it is good for
+one call. In compiled code it is a constant, so there equal calls share one, which is kept for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upipe_integrations.all_to_all import group_ranks
+from upipe_integrations.kernels.base import lse_like
+from upipe_integrations.staged import Call, run_backward, run_forward
+from upipe_integrations.tracing import run_for_real
+
+
+class _Prepared:
+    """A call without tensors, and which of its inputs are there: an operator takes no optional ones in a list."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, call: Call, given: tuple[bool, ...], *, in_graph: bool = False) -> None:
+        self.call = call
+        self.given = given
+        self.in_graph = in_graph
+        self.number = next(self._numbers)
+        _PREPARED[self.number] = self
+
+    def inputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        """x, sinks and the call's tensors, with None for those that are not there."""
+        there = iter(tensors)
+        x, sinks, *rest = (next(there) if given else None for given in self.given)
+        return x, sinks, rest
+
+
+# A call lives as long as its user: the caller in forward, the autograd context until backward, or the cache.
+_PREPARED: weakref.WeakValueDictionary[int, _Prepared] = weakref.WeakValueDictionary()
+_prepared_for_good = functools.cache(functools.partial(_Prepared, in_graph=True))
+
+
+def attention_operator(call: Call, inputs: Sequence[Tensor | None]) -> Tensor:
+    """The result of `call` (without tensors) on x, sinks and its tensors, by ``torch.ops.upipe.attention``."""
+    given = tuple([t is not None for t in inputs])
+    if torch.compiler.is_compiling():
+        number = run_for_real(_number_for_good, call, given)
+    else:
+        prepared = _Prepared(call, given)
+        number = prepared.number
+    results: list[Tensor] = torch.ops.upipe.attention([t for t in inputs if t is not None], number)
+    return results[0]
+
+
+def _number_for_good(call: Call, given: tuple[bool, ...]) -> int:
+    return _prepared_for_good(call, given).number
+
+
+@torch.library.custom_op("upipe::attention", mutates_args=())
+def _attention(tensors: list[Tensor], call: int) -> list[Tensor]:
+    """(result, lse of each stage where the mode keeps it)."""
+    prepared = _PREPARED[call]
+    result, lses = run_forward(prepared.call, *prepared.inputs(tensors))
+    return [result, *(lse.contiguous() for lse in lses)]
+
+
+@_attention.register_fake
+def _(tensors: list[Tensor], call: int) -> list[Tensor]:
+    prepared = _PREPARED[call]
+    of = prepared.call
+    x, _, rest = prepared.inputs(tensors)
+    sources = of.sources.with_tensors(iter(rest))
+    B, L = sources.q.shape_of(x)
+    L *= group_ranks(of.x_group)
+    width = sources.v.head_dim * of.schedule.heads if sources.output is None else sources.output.weight.shape[0]
+    results = [tensors[0].new_empty(B, L, width, dtype=of.dtype)]
+    if of.mode.memory == "keep":
+        S = L * of.schedule.ranks
+        for stage in of.schedule.stages:
+            q = tensors[0].new_empty(B, stage.q.per_rank, S, sources.q.head_dim, dtype=of.dtype)
+            results.append(lse_like(of.kernel, q))
+    return results
+
+
+@torch.library.custom_op("upipe::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int
+) -> list[Tensor]:
+    """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
+    with _autograd_there():
+        grads = _gradients(_PREPARED[call], grad, tensors, kept, wanted)
+    return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
+
+
+def _gradients(
+    prepared: _Prepared, grad: Tensor, tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradient of each of the tensors, where it is wanted."""
+    wants = iter(wanted)
+    wanted_of_all = [given and next(wants) for given in prepared.given]
+    with torch.no_grad():
+        grads = run_backward(prepared.call, grad, prepared.inputs(tensors), kept, wanted_of_all)
+    return [g for g, given in zip(grads, prepared.given, strict=True) if given]
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int) -> list[Tensor]:
+    x, *_ = _PREPARED[call].inputs(tensors)
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format if t is x else torch.preserve_format)
+        for t, want in zip(tensors, wanted, strict=True)
+        if want
+    ]
+
+
+def _autograd_there() -> Any:
+    """Autograd within an operator's body, where the dispatcher leaves it out.
+
+    Backward differentiates head functions and function kernels on tensors of its own, cut off from the graph around
+    it. PyTorch's operators that call Python functions bring autograd back in the same way (``invoke_leaf_function``
+    and ``invoke_subgraph``, in torch/_higher_order_ops).
+    """
+    left_out = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
+
+
+def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
+    tensors, ctx.number = inputs
+    ctx.prepared = _PREPARED[ctx.number]
+    ctx.wanted = [t.requires_grad for t in tensors]
+    ctx.read = len(tensors)
+    kept = output if ctx.prepared.call.mode.memory == "keep" else []
+    ctx.save_for_backward(*tensors, *kept)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
+    saved = list(ctx.saved_tensors)
+    tensors, kept = saved[: ctx.read], saved[ctx.read :]
+    if not ctx.prepared.in_graph:
+        return _gradients(ctx.prepared, grads[0], tensors, kept, ctx.wanted), None
+    of_wanted = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))
+    return [next(of_wanted) if want else None for want in ctx.wanted], None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
