@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test lint typecheck demo clean
+.PHONY: help setup test lint typecheck demo demo-megatron clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -11,7 +11,7 @@ ARGS ?=
 ACCEL = env $$(nvidia-smi >/dev/null 2>&1 || echo "DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}")
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Create .venv with everything needed (PYTHON=... picks the interpreter); skips when up to date
 	@scripts/setup_env.sh
@@ -28,7 +28,10 @@ typecheck: setup ## Run mypy on the core package
 	@$(BIN)/mypy upipe_integrations
 
 demo: setup ## Run the DeepSpeed demo (ARGS="..." goes to it)
-	@$(ACCEL) $(BIN)/python examples/deepspeed/demo.py $(ARGS)
+	@$(ACCEL) $(BIN)/python -m examples.deepspeed.demo $(ARGS)
+
+demo-megatron: setup ## Run the Megatron demo (ARGS="..." goes to it)
+	@$(BIN)/python -W ignore -m examples.megatron.demo $(ARGS)
 
 clean: ## Remove .venv, build output and tool caches
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates .venv in the checkout with the project, its DeepSpeed extra and the development tools, at
+# Creates .venv in the checkout with the project, its extras for both hosts and the development tools, at
 # the versions of constraints.txt. A second run returns at once while nothing relevant has changed;
 # anything else (a change, an interrupted run, another PYTHON) removes .venv and builds it anew.
 #
@@ -103,8 +103,8 @@ step "creating $venv" "${base#* }" -m venv "$venv"
 step "pip, setuptools, wheel" pip_install --upgrade pip setuptools wheel -c constraints.txt
 step "torch (a large download)" pip_install torch numpy -c constraints.txt
 # Without build isolation, so that DeepSpeed is built against the torch installed above.
-step "the project, DeepSpeed and the development tools" \
-    pip_install --no-build-isolation -e '.[deepspeed,dev]' -c constraints.txt
+step "the project, DeepSpeed, Megatron and the development tools" \
+    pip_install --no-build-isolation -e '.[deepspeed,megatron,dev]' -c constraints.txt
 
 printf '%s\n%s\n' "$fingerprint" "$base" >"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -127,7 +127,8 @@ def use_cpu_for_training() -> None:
     def named_for_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return kind(self, dtype, *args, **kwargs)
-        return kind(self).replace("torch.", "torch.cuda.", 1)
+        # The function mode finds this function again by its name: it may be named already.
+        return f"torch.cuda.{kind(self).removeprefix('torch.').removeprefix('cuda.')}"
 
     torch.Tensor.type = named_for_cuda
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
