@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test lint typecheck demo demo-megatron clean
+.PHONY: help setup test test-megatron-0.16 lint typecheck demo demo-megatron clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -11,13 +11,18 @@ ARGS ?=
 ACCEL = env $$(nvidia-smi >/dev/null 2>&1 || echo "DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}")
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Create .venv with everything needed (PYTHON=... picks the interpreter); skips when up to date
 	@scripts/setup_env.sh
 
 test: setup lint typecheck ## Lint, type-check and run the tests (ARGS="..." goes to pytest)
 	@$(ACCEL) $(BIN)/python -m pytest $(ARGS)
+
+# A release of its own (core only, Python 3.10 and 3.11), in an environment of its own.
+test-megatron-0.16: ## Run Megatron's tests with megatron-core 0.16 (needs Python 3.11 or 3.10)
+	@VENV=.venv-megatron-0.16 VERSIONS="3.11 3.10" EXTRAS=megatron,dev scripts/setup_env.sh
+	@.venv-megatron-0.16/bin/python -m pytest $(wildcard tests/test_megatron*.py) $(ARGS)
 
 lint: setup ## Run ruff, the format check and the import contracts
 	@$(BIN)/ruff check .
@@ -33,6 +38,6 @@ demo: setup ## Run the DeepSpeed demo (ARGS="..." goes to it)
 demo-megatron: setup ## Run the Megatron demo (ARGS="..." goes to it)
 	@$(BIN)/python -W ignore -m examples.megatron.demo $(ARGS)
 
-clean: ## Remove .venv, build output and tool caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+clean: ## Remove the environments, build output and tool caches
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

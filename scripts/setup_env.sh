@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
-# Creates .venv in the checkout with the project, its extras for both hosts and the development tools, at
-# the versions of constraints.txt. A second run returns at once while nothing relevant has changed;
-# anything else (a change, an interrupted run, another PYTHON) removes .venv and builds it anew.
+# Creates .venv in the checkout with the project, its DeepSpeed and Megatron extras and the development
+# tools, at the versions of constraints.txt. A second run returns at once while nothing relevant has
+# changed; anything else (a change, an interrupted run, another PYTHON) removes .venv and builds it anew.
 #
 #   scripts/setup_env.sh                        Python 3.12, else the newest from 3.10 up
 #   PYTHON=/path/to/python scripts/setup_env.sh that interpreter (3.10 or newer)
+#
+# A second environment beside it, for another release of a host:
+#   VENV=.venv-megatron-0.16 VERSIONS="3.11 3.10" EXTRAS=megatron,dev scripts/setup_env.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=.venv
+venv=${VENV:-.venv}
+versions=${VERSIONS:-3.12 3.14 3.13 3.11 3.10}
+extras=${EXTRAS:-deepspeed,megatron,dev}
 stamp=$venv/.stamp
 log=$venv/setup.log
 SECONDS=0
@@ -49,16 +54,17 @@ choose_python() {
             "(on Debian and Ubuntu that module is the package python3.X-venv)"
         return
     fi
-    for version in 3.12 3.14 3.13 3.11 3.10; do
+    for version in $versions; do
         find_version "$version" && return
     done
-    die "found no Python from 3.10 up, neither on PATH nor in pyenv. Install Python 3.12 with its venv" \
-        "module (Debian, Ubuntu: apt-get install python3.12 python3.12-venv; pyenv: pyenv install 3.12)," \
+    version=${versions%% *}
+    die "found no Python $versions, neither on PATH nor in pyenv. Install Python $version with its venv" \
+        "module (Debian, Ubuntu: apt-get install python$version python$version-venv; pyenv: pyenv install $version)," \
         "or name an interpreter: PYTHON=/path/to/python $0"
 }
 
 # The checkout's path is part of it: an environment does not survive being moved.
-fingerprint=$({ pwd -P; cat pyproject.toml constraints.txt scripts/setup_env.sh; } | sha256sum | cut -d ' ' -f 1)
+fingerprint=$({ pwd -P; echo "$extras"; cat pyproject.toml constraints.txt scripts/setup_env.sh; } | sha256sum | cut -d ' ' -f 1)
 
 base=
 if [[ -n ${PYTHON:-} ]]; then
@@ -103,13 +109,7 @@ step "creating $venv" "${base#* }" -m venv "$venv"
 step "pip, setuptools, wheel" pip_install --upgrade pip setuptools wheel -c constraints.txt
 step "torch (a large download)" pip_install torch numpy -c constraints.txt
 # Without build isolation, so that DeepSpeed is built against the torch installed above.
-extras=deepspeed,megatron,dev
-if [[ ${base%% *} == 3.14 ]]; then
-    extras=deepspeed,dev
-    say "without Megatron, which has no release for Python 3.14: its tests are skipped"
-fi
-step "the project, its hosts and the development tools" \
-    pip_install --no-build-isolation -e ".[$extras]" -c constraints.txt
+step "the project with $extras" pip_install --no-build-isolation -e ".[$extras]" -c constraints.txt
 
 printf '%s\n%s\n' "$fingerprint" "$base" >"$stamp.new"
 mv "$stamp.new" "$stamp"

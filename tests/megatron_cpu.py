@@ -27,16 +27,32 @@ def use_cpu() -> None:
     torch.Tensor.pin_memory = lambda self, *a, **k: self
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.synchronize = lambda *a, **k: None
+    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
+        setattr(cuda, name, _Nothing)
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     _OnCpu().__enter__()
+    kind = torch.Tensor.type
+
+    def named_for_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return kind(self, dtype, *args, **kwargs)
+        name = kind(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = named_for_cuda
 
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _allow_torch_norm_with_sequence_parallel()
+    with contextlib.suppress(ImportError):
+        from megatron.core.transformer.moe import moe_utils
+
+        if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 asks for it without having defined it
+            moe_utils.te_general_gemm = None
 
 
 def _allow_torch_norm_with_sequence_parallel() -> None:
@@ -117,20 +133,9 @@ def use_cpu_for_training() -> None:
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("Stream", "Event", "current_stream", "default_stream", "stream"):
-        setattr(cuda, name, _Nothing)
     cuda.device = lambda *args: contextlib.nullcontext()
     for name in ("Float", "Long", "Int", "Half", "BFloat16", "Byte", "Double"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
-    kind = torch.Tensor.type
-
-    def named_for_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return kind(self, dtype, *args, **kwargs)
-        # The function mode finds this function again by its name: it may be named already.
-        return f"torch.cuda.{kind(self).removeprefix('torch.').removeprefix('cuda.')}"
-
-    torch.Tensor.type = named_for_cuda
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(torch.optim.Optimizer, name):
             setattr(torch.optim.Optimizer, name, lambda self: None)

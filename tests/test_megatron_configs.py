@@ -34,18 +34,17 @@ ADDED = "--train-iters 10 --lr 1e-5 --data-path text --split 100,0,0 --tokenizer
 
 def _parsed(name: str, gpus: int, length: int) -> dict[str, Any]:
     """The arguments as validated, and the options that the TransformerConfig carries."""
-    from megatron_patch import autoload
-
-    autoload.register()
     os.environ.update(WORLD_SIZE=str(gpus), RANK="0", LOCAL_RANK="0")
     from tests.megatron_cpu import use_cpu_for_training
 
     use_cpu_for_training()
-    from megatron.training import arguments
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training import argument_utils, arguments
 
     from megatron_patch.options import check_arguments, options_from
+    from megatron_patch.patches import patch_arguments, patch_config
 
+    patch_arguments(arguments)
+    patch_config(argument_utils)
     given = ["--seq-length", str(length), "--max-position-embeddings", str(length), *ADDED.split()]
     sys.argv = ["pretrain_gpt.py", *read_arguments(FOLDER / f"{name}.args"), *given]
     args = arguments.parse_args()
@@ -55,7 +54,7 @@ def _parsed(name: str, gpus: int, length: int) -> dict[str, Any]:
         "args": {key: value for key, value in vars(args).items() if isinstance(value, int | float | str | None)},
         "notes": check_arguments(args, options_from(args)),
         "upipe": config.upipe,
-        "carried by the model's config": gpt_config_from_args(args).upipe,
+        "carried by the model's config": argument_utils.gpt_config_from_args(args).upipe,
         "config": {key: getattr(config, key) for key in MODELS[name][1]},
     }
 
