@@ -41,8 +41,7 @@ def printed(log: str) -> dict[str, list[str]]:
 def apart(a: str, b: str) -> Decimal:
     """How far two printed numbers are apart, in units of the last digit; infinitely where one is not a number.
 
-    Runs that are right may be one apart: both computed in float32, whose resolution is that of a printed loss, and
-    both rounded.
+    Runs that are right may be one apart, where what is rounded lies between two numbers.
     """
     first, second = Decimal(a), Decimal(b)
     if not (first.is_finite() and second.is_finite()):
@@ -79,8 +78,8 @@ def table(reference: RunResult, run: RunResult) -> Table:
     result = Table(
         title=f"{len(reference.losses)} training steps, two ways",
         caption=(
-            "The same: steps of which Megatron printed every digit alike; in the others the last digit differs by one, "
-            "the resolution of float32. Differences are relative, the largest of all steps, of what was not rounded. "
+            "The same: steps of which Megatron printed every digit alike; in others the last one is rounded to the "
+            "other side. Differences are relative, the largest of all steps, of what was not rounded. "
             "Megatron's own attention on a CPU forms the matrix of scores, so speed is not compared."
         ),
         caption_justify="left",
