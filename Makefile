@@ -33,7 +33,10 @@ typecheck: setup ## Run mypy on the core package
 	@$(BIN)/mypy upipe_integrations
 
 demo: setup ## Run the DeepSpeed demo (ARGS="..." goes to it)
-	@$(ACCEL) $(BIN)/python examples/deepspeed/demo.py $(ARGS)
+	@$(ACCEL) $(BIN)/python -m examples.deepspeed.demo $(ARGS)
+
+demo-megatron: setup ## Run the Megatron demo (ARGS="..." goes to it)
+	@$(BIN)/python -W ignore -m examples.megatron.demo $(ARGS)
 
 clean: ## Remove the environments, build output and tool caches
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,22 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from examples.deepspeed import results
+
 pytest.importorskip("deepspeed")
-DEMO = Path(__file__).parents[1] / "examples" / "deepspeed"
-
-
-def _load(name: str):
-    spec = importlib.util.spec_from_file_location(f"demo_{name}", DEMO / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parents[1]
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(DEMO.parents[1]), "COLUMNS": "120"}
-    command = [sys.executable, str(DEMO / "demo.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "examples.deepspeed.demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
 
 
 def test_a_small_demo_agrees_and_leaves_its_files(tmp_path):
@@ -50,10 +43,16 @@ def test_bad_arguments_are_refused_before_anything_starts(tmp_path):
     ("losses", "norms"), [([2.0, 1.1], [3.0, 2.0]), ([2.0, 1.0], [6.0, 4.0]), ([2.0, float("nan")], [3.0, 2.0])]
 )
 def test_runs_that_differ_are_reported(losses, norms):
-    results = _load("results")
-
     def run(name, losses, norms):
-        return results.RunResult(name, 2, losses, norms, [1.0, 1.0], 1, 1.0)
+        return results.RunResult(
+            name=name,
+            ranks=2,
+            losses=losses,
+            grad_norms=norms,
+            seconds=[1.0, 1.0],
+            tokens_per_second=1.0,
+            attention_bytes=1,
+        )
 
     reference, same = (run(name, [2.0, 1.0], [3.0, 2.0]) for name in ("single process", "Ulysses"))
     assert results.verdict(results.compare([reference, same])) is None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_in_process
 from upipe_integrations import Mode, Schedule, UPipeConfig
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
@@ -18,7 +21,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def _blocks(info: str) -> list[str]:
-    return re.findall(rf"```{info}\n(.*?)```", README, re.DOTALL)
+    """Code blocks that open with `info`, at the margin or in a list."""
+    return [
+        textwrap.dedent(block) for block in re.findall(rf"^ *```{info}\n(.*?)```", README, re.DOTALL | re.MULTILINE)
+    ]
 
 
 def test_python_blocks_run():
@@ -66,6 +72,42 @@ def test_the_memory_table_is_the_closed_forms():
         schedules = [Schedule.build(heads=m.heads, kv_heads=m.kv_heads, ranks=8, chunk_heads=U) for m in models]
         peaks = [upipe_peak(m, s, Mode(memory)).gib(1 << 20, 128) for m, s in zip(models, schedules, strict=True)]
         row(name, peaks)
+
+
+def _attention_of_the_spec_in_the_readme():
+    (block,) = _blocks("python megatron")
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    attention = names["spec"].submodules.self_attention
+    return attention.module.__name__, attention.params["upipe"]
+
+
+def test_the_megatron_block_makes_a_spec_with_upipe():
+    pytest.importorskip("megatron.core")
+    from megatron_patch import UPipeOptions
+
+    found = run_in_process(_attention_of_the_spec_in_the_readme)
+    assert found == ("UPipeSelfAttention", UPipeOptions(UPipeConfig(chunk_heads=8)))
+
+
+def test_every_megatron_argument_is_listed_with_its_default():
+    from megatron_patch.arguments import add_arguments
+
+    rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (\S+) \|", README, re.MULTILINE))
+    actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    assert rows.keys() == {action.option_strings[0] for action in actions}
+    own = {"context_parallel_impl": "native", "upipe_chunk_heads": "auto"}
+    for action in actions:
+        default = own.get(action.dest, getattr(UPipeConfig(1), action.dest.removeprefix("upipe_"), None))
+        assert rows[action.option_strings[0]] == ("off" if default is False else f"`{default}`")
+
+
+def test_every_refused_megatron_setting_is_listed():
+    from megatron_patch.options import RULES, flag
+
+    (refused,) = re.findall(r"^\| refused, by name \| (.*) \|$", README, re.MULTILINE)
+    listed = re.findall(r"`(--[\w-]+)`", refused)
+    assert listed == [flag(rule.names[0]) for rule in RULES]
 
 
 def test_every_file_of_the_map_exists():

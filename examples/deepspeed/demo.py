@@ -10,21 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from results import RunResult, compare, draw, table, verdict, write_json
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from runs import RunFailed, follow
+from rich.progress import Progress
 
-_HERE = Path(__file__).resolve().parent
-_DEFAULT_CONFIG = _HERE.parents[1] / "configs" / "deepspeed" / "demo.json"
+from examples.common.progress import collect, progress_bars
+from examples.common.runs import follow
+from examples.deepspeed.results import RunResult, compare, draw, table, verdict, write_results
+
+_DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "deepspeed" / "demo.json"
 
 
 def run_configs(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -60,37 +59,16 @@ def run(
         "--seed": arguments.seed,
     }
 
-    bar = progress.add_task(name, total=arguments.steps, news="starting")
-    steps: list[dict[str, float]] = []
-    facts: dict[str, Any] = {}
     records = follow(
-        _HERE / "train.py",
-        [str(part) for option in options.items() for part in option],
+        ["-m", "examples.deepspeed.train", *(str(part) for option in options.items() for part in option)],
         name=slug,
         ranks=ranks,
         threads=cores // ranks,
         output_dir=arguments.output_dir,
+        environment={"DS_ACCELERATOR": "cpu"},
     )
-    with closing(records):  # however this ends, the processes end with it
-        for record in records:
-            if "loss" in record:
-                steps.append(record)
-                news = f"loss {record['loss']:.3f}, {arguments.seq_len / record['seconds']:,.0f} tokens/s"
-                progress.update(bar, advance=1, news=news)
-            else:
-                facts |= record
-                if "upipe" in record:
-                    progress.console.print(record["upipe"], style="dim", highlight=False)
-    timed = [step["seconds"] for step in steps[1:]]  # the first step also warms up
-    return RunResult(
-        name=name,
-        ranks=ranks,
-        losses=[step["loss"] for step in steps],
-        grad_norms=[step["grad_norm"] for step in steps],
-        seconds=[step["seconds"] for step in steps],
-        tokens_per_second=arguments.seq_len * len(timed) / sum(timed),
-        **facts,
-    )
+    figures, facts = collect(records, progress, name=name, steps=arguments.steps, tokens=arguments.seq_len)
+    return RunResult(name=name, ranks=ranks, **figures, **facts)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -144,27 +122,11 @@ def main() -> None:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    # Ended from outside as by Ctrl-C: the running processes are stopped on the way out.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
     console.print(
         f"Training on {cores} CPU cores; what the runs print goes to {arguments.output_dir}/*.log", highlight=False
     )
-    columns = (
-        TextColumn("{task.description:>14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[news]}"),
-    )
-    try:
-        with Progress(*columns, console=console) as progress:
-            runs = [run(name, each, arguments, cores=cores, progress=progress) for name, each in configs.items()]
-    except RunFailed as failure:
-        print(failure, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit("interrupted; all runs are stopped.")
+    with progress_bars(console) as progress:
+        runs = [run(name, each, arguments, cores=cores, progress=progress) for name, each in configs.items()]
 
     differences = compare(runs)
     console.print(table(runs, differences))
@@ -177,7 +139,7 @@ def main() -> None:
         "config": config,
         "versions": {"python": platform.python_version(), **{package: version(package) for package in packages}},
     }
-    write_json(arguments.output_dir / "demo.json", settings, runs, differences)
+    write_results(arguments.output_dir / "demo.json", settings, runs, differences)
     draw(arguments.output_dir / "demo.png", runs)
     console.print(
         f"Figure and figures: {arguments.output_dir}/demo.png, {arguments.output_dir}/demo.json", highlight=False

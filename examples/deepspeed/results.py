@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from examples.common.results import (
+    BELOW,
+    BETWEEN,
+    ON_TOP,
+    TrainingRun,
+    draw_curves,
+    from_first_to_last,
+    largest_difference,
+    write_json,
+)
 
 MEBIBYTE = 2**20
 COMPARED_STEPS = 40
@@ -24,19 +34,11 @@ NORM_TOLERANCE = 1e-3
 differ by rounding: at most 1.4e-5 was measured. Gradients scaled by the number of ranks would be off by 1."""
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """One run's figures; lists are by step."""
+@dataclass(frozen=True, kw_only=True)
+class RunResult(TrainingRun):
+    """One run's figures."""
 
-    name: str
-    ranks: int
-    losses: list[float]
-    grad_norms: list[float]
-    seconds: list[float]
     attention_bytes: int
-    tokens_per_second: float
-    upipe: str | None = None
-    """What the plugin says it replaced; None without UPipe."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,14 @@ class Difference:
 def compare(runs: Sequence[RunResult]) -> dict[str, Difference]:
     """How far each run but the first is from the first, by name."""
     reference, *others = runs
+    n = COMPARED_STEPS
     return {
         run.name: Difference(
-            _largest_difference(run.losses, reference.losses),
-            _largest_difference(run.grad_norms, reference.grad_norms),
+            largest_difference(run.losses[:n], reference.losses[:n]),
+            largest_difference(run.grad_norms[:n], reference.grad_norms[:n]),
         )
         for run in others
     }
-
-
-def _largest_difference(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Relative to the reference; NaN if there is one anywhere."""
-    differences = [abs(a - b) / abs(b) for a, b in zip(values, reference, strict=True)][:COMPARED_STEPS]
-    # max() keeps or drops a NaN depending on where it stands.
-    return max(differences) if all(d == d for d in differences) else float("nan")
 
 
 def verdict(differences: Mapping[str, Difference]) -> str | None:
@@ -103,13 +99,13 @@ def table(runs: Sequence[RunResult], differences: Mapping[str, Difference]) -> T
     result.add_column("")
     for run in runs:
         result.add_column(run.name, justify="right", no_wrap=True)
-    shown = [(run, differences.get(run.name)) for run in runs]
+    shown = [differences.get(run.name) for run in runs]
     rows = {
         "Ranks": [str(run.ranks) for run in runs],
-        "Loss, first to last": [f"{run.losses[0]:.3f} → {run.losses[-1]:.3f}" for run in runs],
-        "Loss difference": [f"{d.loss:.1e}" if d else "" for _, d in shown],
-        "Gradient norm": [f"{run.grad_norms[0]:.3f} → {run.grad_norms[-1]:.3f}" for run in runs],
-        "Norm difference": [f"{d.grad_norm:.1e}" if d else "" for _, d in shown],
+        "Loss, first to last": [from_first_to_last(run.losses) for run in runs],
+        "Loss difference": [f"{d.loss:.1e}" if d else "" for d in shown],
+        "Gradient norm": [from_first_to_last(run.grad_norms) for run in runs],
+        "Norm difference": [f"{d.grad_norm:.1e}" if d else "" for d in shown],
         "Tokens/s, all ranks": [f"{run.tokens_per_second:,.0f}" for run in runs],
         "Attention memory/rank": [f"{run.attention_bytes / MEBIBYTE:.2f} MiB" for run in runs],
     }
@@ -118,7 +114,7 @@ def table(runs: Sequence[RunResult], differences: Mapping[str, Difference]) -> T
     return result
 
 
-def write_json(
+def write_results(
     path: Path, settings: Mapping[str, Any], runs: Sequence[RunResult], differences: Mapping[str, Difference]
 ) -> None:
     """All figures; `settings` is what the runs were started with."""
@@ -127,9 +123,8 @@ def write_json(
         "tolerance": {"loss": LOSS_TOLERANCE, "grad_norm": NORM_TOLERANCE, "compared_steps": COMPARED_STEPS},
         "agree": verdict(differences) is None,
         "differences": {name: dataclasses.asdict(d) for name, d in differences.items()},
-        "runs": [dataclasses.asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_json(path, content, runs)
 
 
 def draw(path: Path, runs: Sequence[RunResult]) -> None:
@@ -140,17 +135,9 @@ def draw(path: Path, runs: Sequence[RunResult]) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), width_ratios=(3, 2), layout="constrained")
-    # The curves coincide: from a wide pale line below to markers on top.
-    styles: list[dict[str, Any]] = [
-        {"color": "#b0bec5", "linewidth": 8, "solid_capstyle": "round"},
-        {"color": "#1565c0", "linewidth": 2.5},
-        {"color": "#e65100", "linewidth": 0, "marker": "o", "markersize": 4},
-    ]
-    for run, style in zip(runs, styles, strict=True):
-        left.plot(range(1, len(run.losses) + 1), run.losses, label=run.name, **style)
-    left.set(title="Training loss", xlabel="Step", ylabel="Loss (nats per byte)")
-    left.grid(alpha=0.3)
-    left.legend()
+    styles: list[dict[str, Any]] = [BELOW, BETWEEN, ON_TOP]
+    draw_curves(left, {run.name: run.losses for run in runs}, styles)
+    left.set(title="Training loss", ylabel="Loss (nats per byte)")
 
     mebibytes = [run.attention_bytes / MEBIBYTE for run in runs]
     bars = right.bar(

@@ -4,14 +4,13 @@ What UPipe asks of a training script is the import of ``deepspeed_plugin`` and t
 ds_config; the rest is DeepSpeed's ordinary Ulysses (ALST) recipe. Without the key this script trains with
 Ulysses, and with one process and no ``sequence_parallel_size`` it trains without sequence parallelism:
 
-    torchrun --nproc-per-node 2 examples/deepspeed/train.py --config configs/deepspeed/demo.json
+    torchrun --nproc-per-node 2 -m examples.deepspeed.train --config configs/deepspeed/demo.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from attention_memory import attention_peak
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from torch import Tensor
@@ -28,14 +26,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepspeed_plugin
-
-# Folders of tests, of what is installed beside the library, and of modules that are tables rather than text.
-_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-
-
-def _left_out(path: Path) -> bool:
-    # _sysconfigdata*.py is written when Python is built: tables again, and others on every machine.
-    return bool(_LEFT_OUT.intersection(path.parts)) or path.name.startswith("_sysconfigdata")
+from examples.common.corpus import library_files
+from examples.deepspeed.attention_memory import attention_peak
 
 
 class LibrarySource(Dataset):
@@ -46,9 +38,7 @@ class LibrarySource(Dataset):
     """
 
     def __init__(self, count: int, seq_len: int, seed: int) -> None:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(p for p in library.rglob("*.py") if not _left_out(p.relative_to(library)))
-        text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in library_files())), dtype=torch.uint8)
         available = len(text) // seq_len
         if count > available:
             raise ValueError(f"{count} sequences of {seq_len} bytes: the standard library has {available}.")

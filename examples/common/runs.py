@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_ROOT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.1
 _SECONDS_TO_STOP = 5
 # Long enough for the slowest step and the first import of everything, short enough not to look hung forever.
@@ -25,21 +26,36 @@ class RunFailed(Exception):
 
 
 def follow(
-    script: Path, arguments: Sequence[str], *, name: str, ranks: int, threads: int, output_dir: Path
+    command: Sequence[str],
+    *,
+    name: str,
+    ranks: int,
+    threads: int,
+    output_dir: Path,
+    environment: Mapping[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """Run `script` on `ranks` processes over gloo on this machine; yield the records its rank 0 reports.
+    """Run Python with `command` on `ranks` processes of this machine; yield the records that rank 0 reports.
 
     The script is given ``--report FILE`` and appends one JSON object per line to the file. What rank R prints
-    goes to ``<name>-rank<R>.log`` in `output_dir`. No process outlives this generator.
+    goes to :func:`log_of` it. No process outlives this generator.
+
+    Args:
+        command: what comes after ``python``: a script, or ``-m`` and a module, and its arguments.
+        name: of the run, for its files.
+        ranks: processes.
+        threads: of each.
+        output_dir: where its files go.
+        environment: what they are given beside what a launcher sets.
 
     Raises:
         RunFailed: as soon as one rank fails, or when none has reported anything for a while.
     """
     report = output_dir / f"{name}.jsonl"
     report.write_text("")
-    logs = [output_dir / f"{name}-rank{rank}.log" for rank in range(ranks)]
-    command = [sys.executable, str(script), *arguments, "--report", str(report)]
-    with _started(command, _environments(ranks, threads), logs) as processes, report.open() as lines:
+    logs = [log_of(name, rank, output_dir) for rank in range(ranks)]
+    command = [sys.executable, *command, "--report", str(report)]
+    environments = [{**each, **environment} for each in _environments(ranks, threads)]
+    with _started(command, environments, logs) as processes, report.open() as lines:
         last_news = time.monotonic()
         while True:
             # In this order: what was written before the last process ended is still read.
@@ -57,15 +73,20 @@ def follow(
             time.sleep(_POLL_SECONDS)
 
 
+def log_of(name: str, rank: int, output_dir: Path) -> Path:
+    """The file that has what a rank printed."""
+    return output_dir / f"{name}-rank{rank}.log"
+
+
 def _environments(ranks: int, threads: int) -> list[Mapping[str, str]]:
-    """What a launcher sets, by rank, and the CPU as DeepSpeed's accelerator."""
+    """What a launcher sets, by rank, and this checkout on the path."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": str(threads),
-        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
     }
     return [{**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
