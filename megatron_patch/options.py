@@ -92,9 +92,13 @@ def _given(source: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
+# Where Megatron's argument is not called as the attribute that it sets.
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "cpu_offloading": "--cpu-offloading-num-layers"}
+
+
 def flag(name: str) -> str:
     """The command-line form of an argument's name."""
-    return "--" + name.replace("_", "-")
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def _number(source: Any, name: str) -> int:

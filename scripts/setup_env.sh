@@ -3,7 +3,7 @@
 # tools, at the versions of constraints.txt. A second run returns at once while nothing relevant has
 # changed; anything else (a change, an interrupted run, another PYTHON) removes .venv and builds it anew.
 #
-#   scripts/setup_env.sh                        Python 3.12, else the newest from 3.10 up
+#   scripts/setup_env.sh                        Python 3.12, else 3.13, 3.11 or 3.10
 #   PYTHON=/path/to/python scripts/setup_env.sh that interpreter (3.10 or newer)
 #
 # A second environment beside it, for another release of a host:
@@ -12,7 +12,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${VENV:-.venv}
-versions=${VERSIONS:-3.12 3.14 3.13 3.11 3.10}
+# Not newer: Megatron has no wheels for it.
+versions=${VERSIONS:-3.12 3.13 3.11 3.10}
 extras=${EXTRAS:-deepspeed,megatron,dev}
 stamp=$venv/.stamp
 log=$venv/setup.log

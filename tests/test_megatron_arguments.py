@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import upipe_autoload
-from megatron_patch.options import UPipeOptions, check_arguments, options_from
+from megatron_patch.options import UPipeOptions, check_arguments, flag, options_from
 from tests.megatron_cpu import namespace
 from tests.ranks import run_in_process
 from upipe_integrations import UPipeConfig
@@ -249,8 +249,7 @@ def test_settings_that_do_not_go_with_upipe_are_refused_by_name(name):
     options = options_from(good)
     assert options is not None and check_arguments(good, options) == []
     setattr(good, name, RULES[name])
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"^{flag} = .* with --context-parallel-impl upipe: .*\. \w.*\.$"):
+    with pytest.raises(ValueError, match=rf"^{flag(name)} = .* with --context-parallel-impl upipe: .*\. \w.*\.$"):
         check_arguments(good, options)
 
 
@@ -442,5 +441,5 @@ def test_the_page_names_every_argument_and_every_refusal():
     options = [
         word for action in add_arguments(argparse.ArgumentParser())._actions[1:] for word in action.option_strings
     ]
-    refused = ["--" + name.replace("_", "-") for rule in rules for name in rule.names]
+    refused = [flag(name) for rule in rules for name in rule.names]
     assert [word for word in options + refused if f"`{word}" not in page] == []
