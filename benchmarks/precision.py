@@ -215,8 +215,8 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
 - The default holds its target wherever the kernel does (see the last point), and costs no memory at the training peak:
   - y over more than 4 stages is summed in float32, which is memory of forward, where no peak is; up to 4 stages its sum
     in bf16 is the largest of the errors that are left.
-  - dK and dV of KV heads that several stages share have a running sum, which lives at the very peak: in float32 it would
-    cost two more [tokens, KV heads of a stage] tensors. It is made in float16 with a power of two for every row
+  - dK and dV of KV heads that several stages share have a running sum, which lives at the very peak: in float32 it
+    would cost two more [tokens, KV heads of a stage] tensors. It is made in float16 with a power of two for every row
     (`upipe_integrations/sums.py`), in the memory of bf16 and with three more bits; in bf16 dWv would have 1.25 times
     Ulysses's error at 8 stages.
   - `blocks` adds to dx for each block of a stage and once more for dK and dV, so its dx is summed in the same way (in
