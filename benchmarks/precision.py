@@ -212,18 +212,21 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
 
 {summary}
 
-- Up to 4 stages, which is what Llama3-8B has on 8 ranks, the default holds its target wherever the kernel does (see the
-  last point), and costs no memory at the training peak. At 8 stages y holds it, as the default sums y over more than 4
-  stages in float32 (memory of forward, where no peak is), and so does dx outside `blocks`, where a stage has a product
-  for each block and one for dk and dv. What exceeds is dK and dV where 8 stages share KV heads and the kernel's own
-  error is small enough to show it: their sums in float32 would cost two [tokens, KV heads of a stage] tensors at the
-  very peak, so that is left to `accumulate`.
-- `accumulate` = `float32` brings these to within 6% of Ulysses's error at any number of stages: set it from 8 stages
-  on where that matters. It costs another [rows, hidden size] tensor for dx in backward (in the fused modes for y in
-  forward too), and two more [tokens, KV heads of a stage] tensors where stages share KV heads. What remains is that a
-  stage's product is rounded to bf16 before it is added to the float32 sum.
-- `blocks` sums dK and dV in float32 always, and needs to. What remains of its error in dWo and dWq has the same
-  cause: a block's product is rounded before it is added, which `accumulate` does not change.
+- The default holds its target wherever the kernel does (see the last point), and costs no memory at the training peak:
+  - y over more than 4 stages is summed in float32, which is memory of forward, where no peak is; up to 4 stages its sum
+    in bf16 is the largest of the errors that are left.
+  - dK and dV of KV heads that several stages share have a running sum, which lives at the very peak: in float32 it
+    would cost two more [tokens, KV heads of a stage] tensors. It is made in float16 with a power of two for every row
+    (`upipe_integrations/sums.py`), in the memory of bf16 and with three more bits; in bf16 dWv would have 1.25 times
+    Ulysses's error at 8 stages.
+  - `blocks` adds to dx for each block of a stage and once more for dK and dV, so its dx is summed in the same way (in
+    bf16: 1.16 at 8 stages); elsewhere a stage adds one product, which bf16 sums at 8 stages as well as Ulysses sums
+    its three. dK, dV and weight gradients over blocks are summed in float32.
+- `accumulate` = `float32` holds its target at any number of stages. It costs another [rows, hidden size] tensor for dx
+  in backward (in the fused modes for y in forward too), and two more [tokens, KV heads of a stage] tensors where stages
+  share KV heads. It is worth that from 16 stages on, where dx in bf16 shows.
+- A product that is added to a sum of a wider type is computed in it (on CUDA by a bf16 product with float32 results):
+  rounded to bf16 first, y over 2 stages and dWo over 2 blocks would have 1.06 to 1.08 times Ulysses's error.
 - Where `blocks` with 2 blocks shows larger errors of dx, dWk and dWv with `torch-cpu-flash`, the `math` kernel does
   not, and neither do more blocks: it is that kernel, which adds dK and dV up in bf16 over tiles of query rows. It takes
   tiles of 64 rows for 192 to 767 rows and of 256 rows beyond, so that 512 rows (2 blocks of 1024) have an error a

@@ -219,7 +219,7 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
 
 @pytest.fixture(scope="module")
 def peaks():
-    return run_in_process(_all_peaks)
+    return run_in_process(_all_peaks, seconds=600)
 
 
 @pytest.mark.parametrize(

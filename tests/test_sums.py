@@ -19,7 +19,7 @@ def _errors(parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     errors = {}
     for name, total in {"scaled": ScaledSum(), "bf16": Sum(torch.bfloat16), "float32": Sum(torch.float32)}.items():
         for part in parts:
-            total.add(part.clone())
+            total.add_(part.clone())
         got = total.take(torch.bfloat16)
         assert got.dtype == torch.bfloat16
         errors[name] = (got.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
@@ -47,24 +47,24 @@ def test_what_cancels_leaves_what_was_added_after():
     small = small * 2.0**-12
     total = ScaledSum()
     for part in (large, -large, small):
-        total.add(part.clone())
+        total.add_(part.clone())
     error = (total.take(torch.bfloat16) - small).norm() / small.norm()
     assert float(error) < 2.0**-8
 
 
 def test_zeros_and_what_is_not_finite():
     total = ScaledSum()
-    total.add(torch.zeros(1, 1, 3, 4, dtype=torch.bfloat16))
+    total.add_(torch.zeros(1, 1, 3, 4, dtype=torch.bfloat16))
     tiny = torch.full((1, 1, 3, 4), 1e-25, dtype=torch.bfloat16)
-    total.add(tiny.clone())
+    total.add_(tiny.clone())
     torch.testing.assert_close(total.take(torch.bfloat16), tiny, rtol=2**-8, atol=0)
     for value in (float("inf"), float("nan")):
         total = ScaledSum()
         for part in _parts(2):
-            total.add(part)
+            total.add_(part)
         bad = torch.zeros(2, 3, 64, 32, dtype=torch.bfloat16)
         bad[0, 0, 0, 0] = value
-        total.add(bad)
+        total.add_(bad)
         result = total.take(torch.bfloat16)
         assert not bool(result[0, 0, 0, 0].isfinite())
         assert bool(result[1:].isfinite().all())

@@ -24,7 +24,7 @@ class Mode:
             backward, besides.
         query_blocks: blocks of a rank's rows in ``"blocks"``.
         accumulate: ``"auto"`` sums y and dx in the compute dtype, but y over more than 4 stages, and dK and dV over
-            blocks, in float32, and in bfloat16 dK and dV over stages in as much memory but finer
+            blocks, in float32, and in bfloat16 dK and dV over stages, and dx over blocks, in as much memory but finer
             (``sums.ScaledSum``); ``"float32"`` sums everything in float32. docs/precision.md argues it.
         overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
             memory of one more stage's exchange.

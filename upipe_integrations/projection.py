@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ from torch import Tensor
 from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.schedule import HeadChunk
+from upipe_integrations.sums import ScaledSum
 
 PRODUCT_PIECES = 64
-"""Pieces in which a product is added to a sum of a wider dtype: fewer where they would be small."""
-_ROWS_OF_PIECE = 1024
-_DEPTH_OF_PIECE = 256
+"""Pieces in which a product is added to a sum of a wider dtype; fewer where they would be smaller than this."""
+_PIECES_OF_SCALED = 16
+"""And to a ScaledSum, which is made where memory is not at its peak."""
+_ROWS_OF_PIECE = 2048
+_DEPTH_OF_PIECE = 512
 
 
 @dataclass(frozen=True)
@@ -434,9 +438,12 @@ def _by_token(received: Tensor) -> Tensor:
     return received.permute(2, 1, 0, 3, 4).flatten(2, 4).flatten(0, 1)
 
 
+_Total = TypeVar("_Total", bound=Tensor | ScaledSum)
+
+
 def add_products(
-    total: Tensor | None, factors: Sequence[tuple[Tensor, Tensor] | None], dtype: torch.dtype
-) -> Tensor | None:
+    total: _Total | None, factors: Sequence[tuple[Tensor, Tensor] | None], dtype: torch.dtype
+) -> _Total | Tensor | None:
     """:func:`add_product` of several products, as one: a sum in the compute dtype rounds once, not once for each."""
     given = [pair for pair in factors if pair is not None]
     if not given:
@@ -448,25 +455,28 @@ def add_products(
     return add_product(total, rows, weight, dtype)
 
 
-def add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def add_product(total: _Total | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> _Total | Tensor:
     """total + rows @ weight, in place, summed in `dtype`; a new tensor where total is None.
 
-    `rows` is `[B * L, N]` and `total` `[B * L, M]`, or `[B, L, M]` of any batch stride.
+    `rows` is `[B * L, N]` and `total` `[B * L, M]`, or `[B, L, M]` of any batch stride. What is added to a
+    :class:`ScaledSum` is of a wider dtype than `rows`.
     """
     if total is None:
         if dtype == rows.dtype:
             return rows @ weight
-        total = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype)
-    if total.dim() == 3:
-        for of_batch, part in zip(total, rows.chunk(total.shape[0]), strict=True):
-            add_product(of_batch, part, weight, dtype)
+        return add_product(rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype), rows, weight, dtype)
+    if len(total.shape) == 3:
+        for b, part in enumerate(rows.chunk(total.shape[0])):
+            add_product(total[b], part, weight, dtype)
         return total
-    if dtype == rows.dtype:
+    if isinstance(total, Tensor) and dtype == rows.dtype:
         return total.addmm_(rows, weight)
     # In pieces, so that the product does not need the whole of its memory.
-    size = max(rows.shape[0] // PRODUCT_PIECES, _ROWS_OF_PIECE)
-    for target, part in zip(total.split(size), rows.split(size), strict=True):
-        target.add_(product(part, weight, dtype))
+    pieces = PRODUCT_PIECES if isinstance(total, Tensor) else _PIECES_OF_SCALED
+    size = max(rows.shape[0] // pieces, _ROWS_OF_PIECE)
+    for first in range(0, rows.shape[0], size):
+        piece = slice(first, first + size)
+        total[piece].add_(product(rows[piece], weight, dtype))
     return total
 
 
@@ -476,8 +486,9 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return left @ right
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype)
+    depth = max(left.shape[1] // PRODUCT_PIECES, _DEPTH_OF_PIECE)
     total = left.new_zeros(left.shape[0], right.shape[1], dtype=dtype)
-    for columns, rows in zip(left.split(_DEPTH_OF_PIECE, 1), right.split(_DEPTH_OF_PIECE), strict=True):
+    for columns, rows in zip(left.split(depth, 1), right.split(depth), strict=True):
         total.addmm_(columns.to(dtype), rows.to(dtype))
     return total
 

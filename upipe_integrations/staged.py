@@ -361,8 +361,8 @@ def _backward(
         if stage.opens_kv:
             dk, dv = call.kv_sum(stage), call.kv_sum(stage)
         assert dk is not None and dv is not None
-        dk.add(_of_kv_heads(dk_stage, kh, pairing))
-        dv.add(_of_kv_heads(dv_stage, vh, pairing))
+        dk.add_(_of_kv_heads(dk_stage, kh, pairing))
+        dv.add_(_of_kv_heads(dv_stage, vh, pairing))
         del dk_stage, dv_stage
         if stage.closes_kv:
             kh = vh = None
@@ -399,8 +399,13 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
     assert output is not None and isinstance(projection, Projection)
     B, L, E = x.shape
     size = L // call.mode.blocks
+    # A stage adds to dx once for every block and once more, which in bfloat16 would tell.
     sum_dtype = call.mode.sum_dtype(call.dtype)
-    grads.dx = x.new_zeros(B, L, E, dtype=sum_dtype)
+    dx: Tensor | ScaledSum
+    if sum_dtype == torch.bfloat16:
+        dx, sum_dtype = ScaledSum.in_place_of(x.new_zeros(B, L, E, dtype=torch.float16)), torch.float32
+    else:
+        dx = x.new_zeros(B, L, E, dtype=sum_dtype)
     kh = vh = dk = dv = None
     steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
     of_output = RowSum()
@@ -431,7 +436,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         pieces = exchange(pieces, call.group)
         dq, o = pieces.split([n, n], 3)
         factors = grads.q.add(dq, x[:, rows], stage.q, rows)
-        add_products(grads.dx[:, rows], [factors], sum_dtype)
+        add_products(dx[:, rows], [factors], sum_dtype)
         del factors
         if grads.output is not None:
             _zero_padding(o, stage.q)
@@ -451,8 +456,9 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
             dv = exchange(call.to_pieces(dv.to(call.dtype)), call.group)
             of_v = grads.v.add(dv, x, stage.kv)
             dv = None
-            add_products(grads.dx, [of_k, of_v], sum_dtype)
+            add_products(dx, [of_k, of_v], sum_dtype)
             del of_k, of_v
+    grads.dx = dx.take(call.dtype) if isinstance(dx, ScaledSum) else dx
 
 
 def _by_row(heads: Tensor) -> Tensor:
