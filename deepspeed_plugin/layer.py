@@ -40,6 +40,7 @@ CHILD = "upipe"
 # Arguments of Transformers' attention layers that do not change what is attended.
 _HARMLESS = {
     "position_ids",  # checked once per step, for the whole model
+    "shift_labels",  # of the model's loss; checked there
     "use_cache",
     "cache_position",
     "num_items_in_batch",
@@ -203,13 +204,9 @@ def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in _HARMLESS or value is None or value is False or (name == "is_causal" and value is True):
             continue
-        remedy = (
-            "Take it out of the batch and pass it to deepspeed_plugin.sequence_parallel_loss"
-            if name == "shift_labels"
-            else f"Leave {name} out, or remove the 'upipe' key"
-        )
         raise ValueError(
-            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. {remedy}."
+            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. Leave {name} "
+            "out, or remove the 'upipe' key."
         )
 
 
