@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_plugin.distributed import StagedCalls, check_instance
+from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import LabelGuard, ShardGuard
@@ -98,6 +100,30 @@ def attach(
         if "labels" in inspect.signature(module.forward).parameters
     ]
     return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards)
+
+
+def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
+    """Replace the forward of DeepSpeed's ``DistributedAttention`` modules, given by name.
+
+    Raises:
+        ValueError: one can't be served under `config`. Nothing has been changed then.
+    """
+    for name, module in modules.items():
+        check_instance(name, module, config)
+    for module in modules.values():
+        setattr(module, CHILD, StagedCalls(config))
+        module.forward = types.MethodType(staged_distributed_attention, module)  # type: ignore[method-assign]
+    local = ", ".join(sorted({_name_of(module.local_attn) for module in modules.values()}))
+    summary = (
+        f"UPipe: {len(modules)} DistributedAttention modules run in stages of {config.chunk_heads} query heads, around "
+        f"the model's own local attention ({local}); queries, keys and values come projected, so what a stage saves is "
+        "their exchange and the attention itself"
+    )
+    return Attachment(summary, modules, [])
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
