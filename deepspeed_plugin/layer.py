@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.families import AttentionFacts, check_projections, head_norm
+from deepspeed_plugin.families import AttentionFacts, check_projections, head_norm, read_directly
 from deepspeed_plugin.group import SequenceGroup
 from upipe_integrations import (
     AttentionProjections,
-    AttentionSpec,
     HeadFunction,
     KernelRequest,
     OutputProjection,
@@ -82,23 +82,29 @@ class StagedAttention(nn.Module):
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
-        names = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
-        for name in (*names, "o_proj") if self.settings.config.mode.fuses_output else names:
-            module = getattr(self._attention[0], name, None)
-            if module is not None:
-                yield from module.parameters(recurse=False)
+        return read_directly(self._attention[0], self.facts.family, self.settings.config.mode)
 
     def forward(
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
+        family = facts.family
         mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
-        check_projections(facts.class_name, attention, mode)
-        spec = AttentionSpec(causal=True, scale=facts.scale, window=facts.window, documents=documents)
-        request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec)
-        projections = AttentionProjections(
-            self._projection("q", cos, sin), self._projection("k", cos, sin), self._projection("v")
+        check_projections(facts.class_name, attention, family, mode)
+        if family.half_tables:
+            cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
+        spec = facts.spec(documents)
+        sinks = None if family.sinks is None else getattr(attention, family.sinks)
+        request = KernelRequest(
+            hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec, sinks=sinks is not None
         )
+        q, k, v = facts.weights(attention)
+        projections = AttentionProjections(
+            self._rotated(q, family.norms[0], cos, sin),
+            self._rotated(k, family.norms[1], cos, sin),
+            Projection(v[0], facts.head_dim, v[1]),
+        )
+        output: Any = getattr(attention, family.output)
         return upipe_attention(
             hidden_states,
             projections,
@@ -106,21 +112,21 @@ class StagedAttention(nn.Module):
             self.settings.group.process_group,
             _chosen_kernel(self.settings.config.kernel, request),
             spec,
-            output=OutputProjection(attention.o_proj.weight, attention.o_proj.bias) if mode.fuses_output else None,
+            sinks=sinks,
+            output=OutputProjection(output.weight, output.bias) if mode.fuses_output else None,
             mode=mode,
         )
 
-    def _projection(self, kind: str, cos: Tensor | None = None, sin: Tensor | None = None) -> Projection:
-        attention, facts = self._attention[0], self.facts
-        linear = getattr(attention, f"{kind}_proj")
-        function = head_norm(getattr(attention, f"{kind}_norm", None))
-        rotary = None
-        if cos is not None and sin is not None:
-            if facts.rotary is None:
-                rotary = RotateHalf(cos, sin)
-            else:
-                function = _then_rotate(function, facts.rotary, cos, sin)
-        return Projection(linear.weight, facts.head_dim, linear.bias, function, rotary)
+    def _rotated(self, weight: tuple[Tensor, Tensor | None], norm_name: str, cos: Tensor, sin: Tensor) -> Projection:
+        facts = self.facts
+        norm = head_norm(getattr(self._attention[0], norm_name, None))
+        if not facts.rotates:
+            return Projection(weight[0], facts.head_dim, weight[1], norm)
+        if facts.rotary is None:
+            return Projection(weight[0], facts.head_dim, weight[1], norm, RotateHalf(cos, sin))
+        rotary = HeadFunction(facts.rotary, (cos, sin), by_row=(0, 1))
+        steps = [rotary, norm] if facts.family.norm_after_rotary else [norm, rotary]
+        return Projection(weight[0], facts.head_dim, weight[1], _composed([step for step in steps if step]))
 
 
 _DOCUMENTS = "_upipe_documents"
@@ -149,14 +155,18 @@ def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tup
     return remembered
 
 
-def _then_rotate(norm: HeadFunction | None, rotate: Any, cos: Tensor, sin: Tensor) -> HeadFunction:
-    """The norm, if any, and then the model's own rotary, as one function of a stage's heads."""
+def _composed(steps: list[HeadFunction]) -> HeadFunction:
+    """One function after the other, as one."""
+    counts = [len(step.tensors) for step in steps]
+    firsts = [sum(counts[:i]) for i in range(len(steps))]
 
-    def apply(heads: Tensor, cos: Tensor, sin: Tensor, *of_norm: Tensor) -> Tensor:
-        rotated: Tensor = rotate(heads if norm is None else norm.function(heads, *of_norm), cos, sin)
-        return rotated
+    def apply(heads: Tensor, *tensors: Tensor) -> Tensor:
+        for step, first, count in zip(steps, firsts, counts, strict=True):
+            heads = step.function(heads, *tensors[first : first + count])
+        return heads
 
-    return HeadFunction(apply, (cos, sin, *(norm.tensors if norm else ())), by_row=(0, 1))
+    by_row = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_row)
+    return HeadFunction(apply, tuple(t for step in steps for t in step.tensors), by_row)
 
 
 def staged_forward(
@@ -197,7 +207,7 @@ def staged_forward(
     documents = documents_of(options.get("position_ids"), child.settings.group)
     # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
     out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
-    return (out if child.settings.config.mode.fuses_output else attention.o_proj(out)), None
+    return child.facts.finish(attention, hidden_states, out, child.settings.config.mode), None
 
 
 def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
