@@ -49,6 +49,7 @@ class Family:
         output: the output projection.
         norms: modules applied to each query and key head; those that are absent or None are no norms.
         norm_after_rotary: whether norms come after the rotary embedding.
+        whole_norms: whether norms are RMS norms over all heads together, before the heads are told apart.
         window: the layer's sliding window; None (or 0) is none.
         rotates: whether the layer has a rotary embedding.
         rotated: the leading part of a head that is rotated, where the class cuts it out itself.
@@ -63,6 +64,7 @@ class Family:
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotary: bool = False
+    whole_norms: bool = False
     window: Callable[[Any], int | None] = _no_window
     rotates: Callable[[Any], bool] = _always
     rotated: str | None = None
@@ -88,6 +90,7 @@ _MODULE_WINDOW = Family(window=_module_window)
 _EXAONE = Family(
     window=_window_of_sliding_layers, rotates=lambda module: module.sliding_window is None or module.is_sliding
 )
+_WHOLE_NORMS = Family(whole_norms=True)
 _PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
 
 _FAMILIES: dict[str, Family] = {
@@ -113,6 +116,7 @@ _FAMILIES: dict[str, Family] = {
     "ernie4_5_moe.Ernie4_5_MoeAttention": _PLAIN,
     "exaone4.Exaone4Attention": _EXAONE,
     "exaone_moe.ExaoneMoeAttention": _EXAONE,
+    "flex_olmo.FlexOlmoAttention": _WHOLE_NORMS,
     "gemma.GemmaAttention": _PLAIN,
     "gemma2.Gemma2Attention": Family(window=_module_window, softcap="attn_logit_softcapping"),
     "gemma3.Gemma3Attention": _MODULE_WINDOW,
@@ -134,12 +138,16 @@ _FAMILIES: dict[str, Family] = {
     "kolibri1.Kolibri1Attention": _EXAONE,
     "llama.LlamaAttention": _PLAIN,
     "mellum.MellumAttention": _MODULE_WINDOW,
+    "minimax_m2.MiniMaxM2Attention": _WHOLE_NORMS,
     "ministral.MinistralAttention": _MODULE_WINDOW,
     "mistral.MistralAttention": _CONFIG_WINDOW,
     "mixtral.MixtralAttention": _CONFIG_WINDOW,
     "nanochat.NanoChatAttention": Family(norm_after_rotary=True),
     "nemotron.NemotronAttention": _PLAIN,
     "olmo.OlmoAttention": _PLAIN,
+    "olmo2.Olmo2Attention": _WHOLE_NORMS,
+    "olmo3.Olmo3Attention": Family(window=_module_window, whole_norms=True),
+    "olmoe.OlmoeAttention": _WHOLE_NORMS,
     "phi.PhiAttention": Family(output="dense", **_PARTIAL),
     "phi3.Phi3Attention": Family(fused="qkv_proj", window=_config_window),
     "phimoe.PhimoeAttention": _CONFIG_WINDOW,
@@ -288,15 +296,6 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     for what, there in refused.items():
         if there:
             raise ValueError(f"upipe: {where} has {what}, which is not supported yet. Remove the 'upipe' key.")
-    for norm in family.norms:
-        for parameter, p in getattr(module, norm).named_parameters() if getattr(module, norm, None) is not None else ():
-            # Under zero.Init only ds_shape knows.
-            if tuple(getattr(p, "ds_shape", p.shape)) != (head_dim,):
-                raise ValueError(
-                    f"upipe: {where}.{norm} has a {parameter} of shape {tuple(getattr(p, 'ds_shape', p.shape))}, not "
-                    f"({head_dim},): a norm that tells heads apart, or over all of them, is not supported yet. Remove "
-                    "the 'upipe' key."
-                )
     if family.gate is not None and mode.fuses_output:
         raise ValueError(
             f"upipe.memory = {mode.memory!r}: {where} changes the attended heads before its output projection, so that "
@@ -306,6 +305,8 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
     else:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for norm, of_all in zip(family.norms, (heads, kv_heads), strict=True):
+        _check_norm(f"{where}.{norm}", getattr(module, norm, None), head_dim * (of_all if family.whole_norms else 1))
     rotates = family.rotates(module)
     window = family.window(module)
     return AttentionFacts(
@@ -321,6 +322,17 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         rotates=rotates,
         rotary=_own_rotary(module, family, device) if rotates else None,
     )
+
+
+def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
+    """Raise ValueError unless every parameter of `norm` has `size` elements, as the family has it."""
+    for name, parameter in norm.named_parameters() if norm is not None else ():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init only ds_shape knows
+        if shape != (size,):
+            raise ValueError(
+                f"upipe: {where} has a {name} of shape {shape}, not ({size},): a norm that tells heads apart is not "
+                "supported yet. Remove the 'upipe' key."
+            )
 
 
 def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
@@ -355,10 +367,8 @@ def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.
         yield getattr(module, family.sinks)
 
 
-def head_norm(module: nn.Module | None) -> HeadFunction | None:
+def head_norm(module: nn.Module) -> HeadFunction:
     """A per-head norm module (``q_norm``, ``k_norm``) as a function of one stage's heads and its parameters."""
-    if module is None:
-        return None
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def apply(heads: Tensor, *tensors: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed_plugin.families import AttentionFacts, check_projections, head_norm, read_directly
 from deepspeed_plugin.group import SequenceGroup
+from deepspeed_plugin.norms import norm_over_heads
 from upipe_integrations import (
     AttentionProjections,
     HeadFunction,
@@ -100,8 +101,8 @@ class StagedAttention(nn.Module):
         )
         q, k, v = facts.weights(attention)
         projections = AttentionProjections(
-            self._rotated(q, family.norms[0], cos, sin),
-            self._rotated(k, family.norms[1], cos, sin),
+            self._projection(hidden_states, *q, family.norms[0], cos, sin),
+            self._projection(hidden_states, *k, family.norms[1], cos, sin),
             Projection(v[0], facts.head_dim, v[1]),
         )
         output: Any = getattr(attention, family.output)
@@ -117,16 +118,22 @@ class StagedAttention(nn.Module):
             mode=mode,
         )
 
-    def _rotated(self, weight: tuple[Tensor, Tensor | None], norm_name: str, cos: Tensor, sin: Tensor) -> Projection:
-        facts = self.facts
-        norm = head_norm(getattr(self._attention[0], norm_name, None))
-        if not facts.rotates:
-            return Projection(weight[0], facts.head_dim, weight[1], norm)
-        if facts.rotary is None:
-            return Projection(weight[0], facts.head_dim, weight[1], norm, RotateHalf(cos, sin))
-        rotary = HeadFunction(facts.rotary, (cos, sin), by_row=(0, 1))
-        steps = [rotary, norm] if facts.family.norm_after_rotary else [norm, rotary]
-        return Projection(weight[0], facts.head_dim, weight[1], _composed([step for step in steps if step]))
+    def _projection(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_name: str, cos: Tensor, sin: Tensor
+    ) -> Projection:
+        facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
+        normalise = None
+        if norm is not None and facts.family.whole_norms:
+            at_once = self.schedule.chunk_heads
+            normalise = norm_over_heads(norm, x, weight, bias, facts.head_dim, at_once)
+        elif norm is not None:
+            normalise = head_norm(norm)
+        if not facts.rotates or facts.rotary is None:
+            rotary = RotateHalf(cos, sin) if facts.rotates else None
+            return Projection(weight, facts.head_dim, bias, normalise, rotary)
+        rotate = HeadFunction(facts.rotary, (cos, sin), by_row=(0, 1))
+        steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
+        return Projection(weight, facts.head_dim, bias, _composed([step for step in steps if step is not None]))
 
 
 _DOCUMENTS = "_upipe_documents"
@@ -166,7 +173,8 @@ def _composed(steps: list[HeadFunction]) -> HeadFunction:
         return heads
 
     by_row = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_row)
-    return HeadFunction(apply, tuple(t for step in steps for t in step.tensors), by_row)
+    by_head = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_head)
+    return HeadFunction(apply, tuple(t for step in steps for t in step.tensors), by_row, by_head)
 
 
 def staged_forward(

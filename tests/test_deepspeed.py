@@ -334,7 +334,7 @@ def _other_families() -> dict[str, float]:
     mpu.initialize_sequence_parallel(2)
     batch = make_batch(seq=32)
     errors = {}
-    for family in ("gpt_oss", "gemma2", "phi3", "afmoe"):
+    for family in ("gpt_oss", "gemma2", "phi3", "afmoe", "olmo3"):
         wanted = single_process(tiny_model(family), batch)
         del wanted["logits"]
         for stage, checkpointing in ((2, False), (3, False), (3, True)):

@@ -17,19 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models import make_batch, single_process, worst
+from tests.models import make_batch, worst
 from tests.ranks import run_ranks
 from tests.test_families import attached, sharded
 from tests.zoo import FAMILIES, LAYERS, VOCABULARY, tiny_model
 
+# Lengths of packed documents: one, and three of which the second lies across the shards.
+PACKINGS = ((16,), (3, 8, 5))
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Families of Transformers, served and refused
 
 Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_every_family.py` with Transformers {version}; the same test fails when
 this page is not true. It builds a small random model of every causal-LM family (windows shorter than the sequence,
 softcap on, per-layer types mixed where the family mixes them) and attaches UPipe. What is served is run in float64 on 2
-ranks: logits, loss and the gradient of every parameter equal those of the unpatched model in one process. Everything
-else is refused when the engine is built, with the reason given here.
+ranks, with one document and with packed ones: logits, loss and the gradient of every parameter equal those of the
+unpatched model in one process, document by document. Everything else is refused when the engine is built, with the
+reason given here.
 
 """
 
@@ -58,7 +61,7 @@ def outcomes() -> dict[str, Outcome]:
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    batch = make_batch(seq=16, batch=2, vocab=VOCABULARY)
+    batch = make_batch(seq=16, vocab=VOCABULARY)
     results = {}
     for family in FAMILIES:
         try:
@@ -72,20 +75,33 @@ def outcomes() -> dict[str, Outcome]:
         model = tiny_model(family).double().eval()  # some routers add noise in training
         layers = find_attention(model).values()
         assert len(layers) == LAYERS, family
-        wanted = single_process(model, batch)
+        wanted = [_one_process(model, batch, lengths) for lengths in PACKINGS]
         errors, modes = [], "all"
-        for chunk_heads, memory in ((2, "keep"), (4, "fused")):
+        for chunk_heads, memory in ((2, "keep"), (4, "fused"), (2, "blocks")):
             try:
                 attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
             except ValueError as error:
-                assert memory == "fused" and "Set upipe.memory to 'recompute'" in str(error), (family, error)
+                assert memory != "keep" and "Set upipe.memory to 'recompute'" in str(error), (family, error)
                 modes = "`keep`, `recompute`"
                 continue
-            errors.append(max(worst(sharded(model, batch, dist.group.WORLD), wanted).values()))
+            for lengths, right in zip(PACKINGS, wanted, strict=True):
+                positions = torch.cat([torch.arange(n) for n in lengths])[None]
+                errors.append(max(worst(sharded(model, batch, dist.group.WORLD, positions), right).values()))
             attachment.undo()
         classes = ", ".join(sorted({f"`{type(layer).__name__}`" for layer in layers}))
         results[family] = Outcome(classes, modes, max(errors))
     return results
+
+
+def _one_process(model, batch: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Like ``single_process``, each document run for itself: some families' plain masks ignore packing."""
+    model.zero_grad(set_to_none=True)
+    documents = batch["input_ids"].split(lengths, 1)
+    logits = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in documents], 1)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), "loss": loss.detach(), **grads}
 
 
 @pytest.fixture(scope="module")

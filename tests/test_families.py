@@ -26,11 +26,12 @@ def attached(model, chunk_heads: int, group=None, kernel: str = "auto", memory: 
     )
 
 
-def sharded(model, batch, group) -> dict[str, torch.Tensor]:
+def sharded(model, batch, group, positions=None) -> dict[str, torch.Tensor]:
     """Like ``single_process``, of a model with UPipe, on shards."""
     C = dist.get_world_size(group)
     model.zero_grad(set_to_none=True)
-    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    if positions is None:
+        positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     logits = model(input_ids=shard(batch["input_ids"], group), position_ids=shard(positions, group)).logits
     loss = mean_token_loss(logits.double(), shard(batch["labels"], group), group)
     # mean_token_loss computes in float32, as training does; here the gradient must be exact.
@@ -289,7 +290,7 @@ def refusals():
         ("output adapter", r"o_proj is a .*LoraLinear, not a plain .*or set upipe\.memory to 'recompute'"),
         ("float8", r"k_proj has weights of torch\.float8_e4m3fn: quantised.*Load the model in"),
         ("sinks", r"has sinks, which is not supported yet"),
-        ("norm", r"q_norm has a weight of shape \(128,\), not \(16,\): a norm that tells heads apart"),
+        ("norm", r"q_norm has a weight of shape \(128,\), not \(16,\): a norm that tells heads apart is"),
         ("clip", r"has clip_qkv, which is not supported yet"),
         ("both ways", r"has is_causal = False, which is not supported yet"),
         ("gate", r"upipe\.memory = 'fused': .*AfmoeAttention\) changes the attended heads.*Set upipe\.memory to 'rec"),
