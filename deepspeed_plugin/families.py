@@ -54,6 +54,7 @@ class Family:
         rotates: whether the layer has a rotary embedding.
         rotated: the leading part of a head that is rotated, where the class cuts it out itself.
         half_tables: whether the model's rotary tables have half of the rotated size.
+        query_factor: ``query_factor(module, position_ids)``, a factor on each row's queries `[B, L, 1]`; None is none.
         softcap: the cap of the scores.
         sinks: the parameter with a sink per head.
         output_dropout: rate of a dropout after the output projection.
@@ -69,6 +70,7 @@ class Family:
     rotates: Callable[[Any], bool] = _always
     rotated: str | None = None
     half_tables: bool = False
+    query_factor: Callable[[Any, Tensor], Tensor] | None = None
     softcap: str | None = None
     sinks: str | None = None
     output_dropout: str | None = None
@@ -84,6 +86,21 @@ class Family:
         return (*self.inputs, self.output) if mode.fuses_output else self.inputs
 
 
+def _growing_with_length(module: Any, position_ids: Tensor) -> Tensor:
+    parameters = module.config.rope_parameters
+    factor: Tensor = sys.modules[type(module).__module__].get_llama_4_attn_scale(
+        position_ids, parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
+    )
+    return factor[:, 0]
+
+
+def _softplus_gate(module: Any, x: Tensor, attended: Tensor) -> Tensor:
+    gate = nn.functional.softplus(module.g_proj(x).float()).to(attended.dtype)
+    if not module.gate_per_head:
+        return attended * gate
+    return (attended.unflatten(2, (-1, module.head_dim)) * gate[..., None]).flatten(2)
+
+
 _PLAIN = Family()
 _CONFIG_WINDOW = Family(window=_config_window)
 _MODULE_WINDOW = Family(window=_module_window)
@@ -91,6 +108,11 @@ _EXAONE = Family(
     window=_window_of_sliding_layers, rotates=lambda module: module.sliding_window is None or module.is_sliding
 )
 _WHOLE_NORMS = Family(whole_norms=True)
+_GRANITE_SWA = Family(
+    window=_module_window,
+    sinks="sinks",
+    rotates=lambda module: bool(module.config.layer_rope_theta[module.layer_idx]),
+)
 _PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
 
 _FAMILIES: dict[str, Family] = {
@@ -126,6 +148,8 @@ _FAMILIES: dict[str, Family] = {
     "gpt_oss.GptOssAttention": Family(window=_module_window, sinks="sinks", half_tables=True),
     "granite.GraniteAttention": _PLAIN,
     "granitemoe.GraniteMoeAttention": _PLAIN,
+    "granite_swa.GraniteSWAAttention": _GRANITE_SWA,
+    "granitemoe_swa.GraniteMoeSWAAttention": _GRANITE_SWA,
     "granitemoeshared.GraniteMoeSharedAttention": _PLAIN,
     "helium.HeliumAttention": _PLAIN,
     "hunyuan_v1_dense.HunYuanDenseV1Attention": Family(
@@ -136,10 +160,12 @@ _FAMILIES: dict[str, Family] = {
     "hyperclovax.HyperCLOVAXAttention": _PLAIN,
     "jais2.Jais2Attention": _PLAIN,
     "kolibri1.Kolibri1Attention": _EXAONE,
+    "laguna.LagunaAttention": Family(window=_module_window, gate=_softplus_gate),
     "llama.LlamaAttention": _PLAIN,
     "mellum.MellumAttention": _MODULE_WINDOW,
     "minimax_m2.MiniMaxM2Attention": _WHOLE_NORMS,
     "ministral.MinistralAttention": _MODULE_WINDOW,
+    "ministral3.Ministral3Attention": Family(window=_config_window, query_factor=_growing_with_length),
     "mistral.MistralAttention": _CONFIG_WINDOW,
     "mixtral.MixtralAttention": _CONFIG_WINDOW,
     "nanochat.NanoChatAttention": Family(norm_after_rotary=True),

@@ -67,8 +67,8 @@ _chosen_kernel = functools.lru_cache(maxsize=64)(select_kernel)
 class StagedAttention(nn.Module):
     """UPipe attention over the projections of `attention`.
 
-    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]`; returns `[B, L, H * D]`, or
-    `[B, L, E]` after the output projection in the memory modes that fuse it.
+    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]` (None: no rotary); returns
+    `[B, L, H * D]`, or `[B, L, E]` after the output projection in the memory modes that fuse it.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
@@ -86,14 +86,20 @@ class StagedAttention(nn.Module):
         return read_directly(self._attention[0], self.facts.family, self.settings.config.mode)
 
     def forward(
-        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
+        self,
+        hidden_states: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        documents: tuple[tuple[int, ...], ...] | None = None,
+        query_factor: Tensor | None = None,
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
         family = facts.family
         mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
         check_projections(facts.class_name, attention, family, mode)
-        if family.half_tables:
-            cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
+        tables = None
+        if facts.rotates and cos is not None and sin is not None:
+            tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
         spec = facts.spec(documents)
         sinks = None if family.sinks is None else getattr(attention, family.sinks)
         request = KernelRequest(
@@ -101,8 +107,8 @@ class StagedAttention(nn.Module):
         )
         q, k, v = facts.weights(attention)
         projections = AttentionProjections(
-            self._projection(hidden_states, *q, family.norms[0], cos, sin),
-            self._projection(hidden_states, *k, family.norms[1], cos, sin),
+            self._projection(hidden_states, *q, family.norms[0], _scaled_tables(tables, query_factor)),
+            self._projection(hidden_states, *k, family.norms[1], tables),
             Projection(v[0], facts.head_dim, v[1]),
         )
         output: Any = getattr(attention, family.output)
@@ -119,7 +125,7 @@ class StagedAttention(nn.Module):
         )
 
     def _projection(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_name: str, cos: Tensor, sin: Tensor
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_name: str, tables: tuple[Tensor, Tensor] | None
     ) -> Projection:
         facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
         normalise = None
@@ -128,12 +134,19 @@ class StagedAttention(nn.Module):
             normalise = norm_over_heads(norm, x, weight, bias, facts.head_dim, at_once)
         elif norm is not None:
             normalise = head_norm(norm)
-        if not facts.rotates or facts.rotary is None:
-            rotary = RotateHalf(cos, sin) if facts.rotates else None
-            return Projection(weight, facts.head_dim, bias, normalise, rotary)
-        rotate = HeadFunction(facts.rotary, (cos, sin), by_row=(0, 1))
+        if tables is None or facts.rotary is None:
+            return Projection(weight, facts.head_dim, bias, normalise, None if tables is None else RotateHalf(*tables))
+        rotate = HeadFunction(facts.rotary, tables, by_row=(0, 1))
         steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
         return Projection(weight, facts.head_dim, bias, _composed([step for step in steps if step is not None]))
+
+
+def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Rotary tables that also scale what they rotate, which is the whole head where there is a factor."""
+    if tables is None or factor is None:
+        return tables
+    cos, sin = (t * factor.to(t.dtype) for t in tables)
+    return cos, sin
 
 
 _DOCUMENTS = "_upipe_documents"
@@ -208,14 +221,26 @@ def staged_forward(
         )
         return original
     _refuse_options(type(attention).__name__, options)
-    if position_embeddings is None:
+    if position_embeddings is None and child.facts.rotates:
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
     documents = documents_of(options.get("position_ids"), child.settings.group)
-    # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
-    out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
+    # ZeRO-3 hooks look into every argument, so what there is none of is left out.
+    more: tuple[Any, ...] = () if documents is None else (documents,)
+    if child.facts.family.query_factor is not None:
+        more = (documents, child.facts.family.query_factor(attention, _positions(attention, options)))
+    out = child(hidden_states, *(position_embeddings or (None, None)), *more)
     return child.facts.finish(attention, hidden_states, out, child.settings.config.mode), None
+
+
+def _positions(attention: nn.Module, options: dict[str, Any]) -> Tensor:
+    positions: Tensor | None = options.get("position_ids")
+    if positions is None:
+        raise ValueError(
+            f"upipe: {type(attention).__name__} was called without position_ids. Call it through its model."
+        )
+    return positions
 
 
 def _refuse_options(class_name: str, options: dict[str, Any]) -> None:

@@ -53,9 +53,21 @@ _ALSO: dict[str, dict[str, Any]] = {
     **{family: {"num_key_value_heads": HEADS} for family in ("dots3_note", "dots3_note_text")},
     **{family: {"num_kv_shared_layers": 0} for family in ("gemma3n", "gemma3n_text")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **{family: {"layer_rope_theta": [1e4, 0.0]} for family in ("granite_swa", "granitemoe_swa")},
     "hunyuan_v1_moe": {"moe_topk": 2},  # with 1 the gradient of the gate is nothing but rounding
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 16},
+    # Positions beyond the original length, where the factor on queries is not 1.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32)},
     "zamba": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "hybrid", "hybrid"]},
