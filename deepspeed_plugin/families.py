@@ -248,26 +248,31 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: there are none, or there are others beside them.
     """
-    found, others = {}, {}
+    found: dict[str, nn.Module] = {}
+    others: dict[str, set[str]] = {}
     for name, module in model.named_modules():
         if family_of(module) is not None:
             found[name] = module
         elif _looks_like_attention(module):
-            others[type(module).__name__] = _why_not(module)
+            others.setdefault(_why_not(module), set()).add(type(module).__name__)
+    reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(others.items())]
+    kinds = _strange_layers(model, found)
+    if kinds:
+        reasons.append(f"layers of type {', '.join(kinds)}")
     remedy = "docs/families.md lists what is served. Remove the 'upipe' key to train this model with plain Ulysses."
-    if others:
-        named = "; ".join(f"{name} ({why})" for name, why in sorted(others.items()))
-        raise ValueError(f"upipe: {type(model).__name__} has attention that UPipe does not serve: {named}. {remedy}")
+    if reasons:
+        raise ValueError(
+            f"upipe: {type(model).__name__} has attention that UPipe does not serve: {'; '.join(reasons)}. {remedy}"
+        )
     if not found:
         raise ValueError(f"upipe: no attention module that UPipe serves in {type(model).__name__}. {remedy}")
-    config: Any = next(iter(found.values())).config
-    strange = set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS
-    if strange:
-        raise ValueError(
-            f"upipe: {type(model).__name__} has layers of type {', '.join(sorted(strange))}, which UPipe does not "
-            f"serve. {remedy}"
-        )
     return found
+
+
+def _strange_layers(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
+    """Kinds of layers that the model's configuration names and that are not causal attention."""
+    config: Any = getattr(model, "config", None) or getattr(next(iter(found.values()), None), "config", None)
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:

@@ -294,7 +294,7 @@ def refusals():
         ("clip", r"has clip_qkv, which is not supported yet"),
         ("both ways", r"has is_causal = False, which is not supported yet"),
         ("gate", r"upipe\.memory = 'fused': .*AfmoeAttention\) changes the attended heads.*Set upipe\.memory to 'rec"),
-        ("layers", r"LlamaForCausalLM has layers of type chunked_attention, which UPipe does not serve"),
+        ("layers", r"LlamaForCausalLM has attention that UPipe does not serve: layers of type chunked_attention\."),
         ("stranger", r"attention that UPipe does not serve: MultiheadAttention \(no test .*docs/families\.md lists"),
         ("nothing", r"no attention module that UPipe serves in LlamaForCausalLM"),
         ("too many", r"chunk_heads = 4: larger than the model's 2 query heads"),
