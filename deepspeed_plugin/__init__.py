@@ -6,9 +6,17 @@ imported here.
 """
 
 from deepspeed_plugin.checkpointing import enable_checkpointing
+from deepspeed_plugin.distributed import DistributedAttention
 from deepspeed_plugin.loss import group_mean_loss, sequence_parallel_loss
 from deepspeed_plugin.switch import register, unregister
 
-__all__ = ["enable_checkpointing", "group_mean_loss", "register", "sequence_parallel_loss", "unregister"]
+__all__ = [
+    "DistributedAttention",
+    "enable_checkpointing",
+    "group_mean_loss",
+    "register",
+    "sequence_parallel_loss",
+    "unregister",
+]
 
 register()

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_plugin.distributed import StagedCalls, check_instance
+from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from upipe_integrations import AttentionSpec, KernelRequest, Schedule, UPipeConfig, select_kernel
+from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
@@ -100,9 +102,33 @@ def attach(
     return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards)
 
 
+def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
+    """Replace the forward of DeepSpeed's ``DistributedAttention`` modules, given by name.
+
+    Raises:
+        ValueError: one can't be served under `config`. Nothing has been changed then.
+    """
+    for name, module in modules.items():
+        check_instance(name, module, config)
+    for module in modules.values():
+        setattr(module, CHILD, StagedCalls(config))
+        module.forward = types.MethodType(staged_distributed_attention, module)  # type: ignore[method-assign]
+    local = ", ".join(sorted({_name_of(module.local_attn) for module in modules.values()}))
+    summary = (
+        f"UPipe: {len(modules)} DistributedAttention modules run in stages of {config.chunk_heads} query heads, around "
+        f"the model's own local attention ({local}); queries, keys and values come projected, so what a stage saves is "
+        "their exchange and the attention itself"
+    )
+    return Attachment(summary, modules, [])
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
-    request = KernelRequest(device, dtype, fact.head_dim, spec=AttentionSpec(window=fact.window))
+    request = KernelRequest(device, dtype, fact.head_dim, spec=fact.spec(), sinks=fact.family.sinks is not None)
     kernel = select_kernel(config.kernel, request)
     if config.mode.blocks > 1:
         reason = block_refusal(kernel, request.spec)

@@ -2,32 +2,198 @@
 
 A class is served because a test compares it with the unpatched model, not because it looks alike: modules
 with the same attribute names differ in windows, sinks, norms and gates. Everything else is refused by name.
+docs/families.md lists every family.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from upipe_integrations import HeadFunction, Mode, RotateHalf
+from upipe_integrations import AttentionSpec, Mode, RotateHalf
 
-SERVED = {
-    "transformers.models.llama.modeling_llama.LlamaAttention",
-    "transformers.models.mistral.modeling_mistral.MistralAttention",
-    "transformers.models.mixtral.modeling_mixtral.MixtralAttention",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2Attention",
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeAttention",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3Attention",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeAttention",
+
+def _always(module: Any) -> bool:
+    return True
+
+
+def _no_window(module: Any) -> int | None:
+    return None
+
+
+def _config_window(module: Any) -> int | None:
+    return getattr(module.config, "sliding_window", None)
+
+
+def _module_window(module: Any) -> int | None:
+    # Qwen2-MoE sets the attribute in windowed layers only.
+    return getattr(module, "sliding_window", None)
+
+
+def _window_of_sliding_layers(module: Any) -> int | None:
+    window: int | None = module.sliding_window if module.is_sliding else None
+    return window
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an attention class does, where that is not what Llama's does. Names are of the module's attributes.
+
+    Args:
+        fused: one linear layer with the rows of q, then k, then v, in the place of three.
+        output: the output projection.
+        norms: modules applied to each query and key head; those that are absent or None are no norms.
+        norm_after_rotary: whether norms come after the rotary embedding.
+        whole_norms: whether norms are RMS norms over all heads together, before the heads are told apart.
+        window: the layer's sliding window; None (or 0) is none.
+        rotates: whether the layer has a rotary embedding.
+        rotated: the leading part of a head that is rotated, where the class cuts it out itself.
+        half_tables: whether the model's rotary tables have half of the rotated size.
+        query_factor: ``query_factor(module, position_ids)``, a factor on each row's queries `[B, L, 1]`; None is none.
+        softcap: the cap of the scores.
+        sinks: the parameter with a sink per head.
+        output_dropout: rate of a dropout after the output projection.
+        gate: ``gate(module, x, attended)``, what becomes of the attended heads before the output projection.
+    """
+
+    fused: str | None = None
+    output: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    norm_after_rotary: bool = False
+    whole_norms: bool = False
+    window: Callable[[Any], int | None] = _no_window
+    rotates: Callable[[Any], bool] = _always
+    rotated: str | None = None
+    half_tables: bool = False
+    query_factor: Callable[[Any, Tensor], Tensor] | None = None
+    softcap: str | None = None
+    sinks: str | None = None
+    output_dropout: str | None = None
+    gate: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The linear layers of q, k and v."""
+        return ("q_proj", "k_proj", "v_proj") if self.fused is None else (self.fused,)
+
+    def projections(self, mode: Mode) -> tuple[str, ...]:
+        """The linear layers whose weights are read directly; the output projection only where `mode` fuses it."""
+        return (*self.inputs, self.output) if mode.fuses_output else self.inputs
+
+
+def _growing_with_length(module: Any, position_ids: Tensor) -> Tensor:
+    parameters = module.config.rope_parameters
+    factor: Tensor = sys.modules[type(module).__module__].get_llama_4_attn_scale(
+        position_ids, parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
+    )
+    return factor[:, 0]
+
+
+def _softplus_gate(module: Any, x: Tensor, attended: Tensor) -> Tensor:
+    gate = nn.functional.softplus(module.g_proj(x).float()).to(attended.dtype)
+    if not module.gate_per_head:
+        return attended * gate
+    return (attended.unflatten(2, (-1, module.head_dim)) * gate[..., None]).flatten(2)
+
+
+_PLAIN = Family()
+_CONFIG_WINDOW = Family(window=_config_window)
+_MODULE_WINDOW = Family(window=_module_window)
+_EXAONE = Family(
+    window=_window_of_sliding_layers, rotates=lambda module: module.sliding_window is None or module.is_sliding
+)
+_WHOLE_NORMS = Family(whole_norms=True)
+_GRANITE_SWA = Family(
+    window=_module_window,
+    sinks="sinks",
+    rotates=lambda module: bool(module.config.layer_rope_theta[module.layer_idx]),
+)
+_PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
+
+_FAMILIES: dict[str, Family] = {
+    "afmoe.AfmoeAttention": Family(
+        window=_module_window,
+        rotates=lambda module: module.is_local_attention,
+        gate=lambda module, x, attended: attended * torch.sigmoid(module.gate_proj(x)),
+    ),
+    "apertus.ApertusAttention": _PLAIN,
+    "apertus1p5.Apertus1p5TextAttention": _PLAIN,
+    "arcee.ArceeAttention": _PLAIN,
+    "aria.AriaTextAttention": _PLAIN,
+    "bitnet.BitNetAttention": Family(gate=lambda module, x, attended: module.attn_sub_norm(attended)),
+    "cohere.CohereAttention": _PLAIN,
+    "cohere2.Cohere2Attention": Family(window=_module_window, rotates=lambda module: module.sliding_window is not None),
+    "cohere2_moe.Cohere2MoeAttention": Family(
+        window=_module_window, rotates=lambda module: module.sliding_window is not None or module.force_rope
+    ),
+    "cwm.CwmAttention": _MODULE_WINDOW,
+    "dots1.Dots1Attention": _MODULE_WINDOW,
+    "emu3.Emu3Attention": _PLAIN,
+    "ernie4_5.Ernie4_5Attention": _PLAIN,
+    "ernie4_5_moe.Ernie4_5_MoeAttention": _PLAIN,
+    "exaone4.Exaone4Attention": _EXAONE,
+    "exaone_moe.ExaoneMoeAttention": _EXAONE,
+    "flex_olmo.FlexOlmoAttention": _WHOLE_NORMS,
+    "gemma.GemmaAttention": _PLAIN,
+    "gemma2.Gemma2Attention": Family(window=_module_window, softcap="attn_logit_softcapping"),
+    "gemma3.Gemma3Attention": _MODULE_WINDOW,
+    "glm.GlmAttention": _PLAIN,
+    "glm4.Glm4Attention": _PLAIN,
+    "glm4_moe.Glm4MoeAttention": _PLAIN,
+    "gpt_oss.GptOssAttention": Family(window=_module_window, sinks="sinks", half_tables=True),
+    "granite.GraniteAttention": _PLAIN,
+    "granitemoe.GraniteMoeAttention": _PLAIN,
+    "granite_swa.GraniteSWAAttention": _GRANITE_SWA,
+    "granitemoe_swa.GraniteMoeSWAAttention": _GRANITE_SWA,
+    "granitemoeshared.GraniteMoeSharedAttention": _PLAIN,
+    "helium.HeliumAttention": _PLAIN,
+    "hunyuan_v1_dense.HunYuanDenseV1Attention": Family(
+        norms=("query_layernorm", "key_layernorm"), norm_after_rotary=True
+    ),
+    "hunyuan_v1_moe.HunYuanMoEV1Attention": Family(norms=("query_layernorm", "key_layernorm"), norm_after_rotary=True),
+    "hy_v3.HYV3Attention": _PLAIN,
+    "hyperclovax.HyperCLOVAXAttention": _PLAIN,
+    "jais2.Jais2Attention": _PLAIN,
+    "kolibri1.Kolibri1Attention": _EXAONE,
+    "laguna.LagunaAttention": Family(window=_module_window, gate=_softplus_gate),
+    "llama.LlamaAttention": _PLAIN,
+    "mellum.MellumAttention": _MODULE_WINDOW,
+    "minimax_m2.MiniMaxM2Attention": _WHOLE_NORMS,
+    "ministral.MinistralAttention": _MODULE_WINDOW,
+    "ministral3.Ministral3Attention": Family(window=_config_window, query_factor=_growing_with_length),
+    "mistral.MistralAttention": _CONFIG_WINDOW,
+    "mixtral.MixtralAttention": _CONFIG_WINDOW,
+    "nanochat.NanoChatAttention": Family(norm_after_rotary=True),
+    "nemotron.NemotronAttention": _PLAIN,
+    "olmo.OlmoAttention": _PLAIN,
+    "olmo2.Olmo2Attention": _WHOLE_NORMS,
+    "olmo3.Olmo3Attention": Family(window=_module_window, whole_norms=True),
+    "olmoe.OlmoeAttention": _WHOLE_NORMS,
+    "phi.PhiAttention": Family(output="dense", **_PARTIAL),
+    "phi3.Phi3Attention": Family(fused="qkv_proj", window=_config_window),
+    "phimoe.PhimoeAttention": _CONFIG_WINDOW,
+    "qwen2.Qwen2Attention": _MODULE_WINDOW,
+    "qwen2_moe.Qwen2MoeAttention": _MODULE_WINDOW,
+    "qwen3.Qwen3Attention": _MODULE_WINDOW,
+    "qwen3_moe.Qwen3MoeAttention": _MODULE_WINDOW,
+    "seed_oss.SeedOssAttention": Family(output_dropout="residual_dropout"),
+    "smollm3.SmolLM3Attention": Family(window=_module_window, rotates=lambda module: bool(module.use_rope)),
+    "solar_open.SolarOpenAttention": _PLAIN,
+    "stablelm.StableLmAttention": Family(**_PARTIAL),
+    "starcoder2.Starcoder2Attention": Family(window=_config_window, output_dropout="residual_dropout"),
+    "vaultgemma.VaultGemmaAttention": Family(window=_module_window, softcap="attn_logit_softcapping"),
 }
-"""Attention classes by their full name: q/k/v/o projections, rotary, optional biases and per-head norms."""
+SERVED = {
+    "transformers.models.{0}.modeling_{0}.{1}".format(*name.split(".")): family for name, family in _FAMILIES.items()
+}
+"""The served attention classes by their full name."""
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +201,45 @@ class AttentionFacts:
     """One attention module, read once when UPipe is put in."""
 
     class_name: str
+    family: Family
     heads: int
     kv_heads: int
     head_dim: int
     hidden_size: int
     scale: float
     window: int | None
+    softcap: float | None
+    rotates: bool
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     """The module's own rotary of `[B, L, heads, D]` with `[B, L, D]` tables; None when it is ``RotateHalf``."""
+
+    def spec(self, documents: tuple[tuple[int, ...], ...] | None = None) -> AttentionSpec:
+        """What the layer computes."""
+        return AttentionSpec(scale=self.scale, window=self.window, softcap=self.softcap, documents=documents)
+
+    def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of q, k and v; views of a fused one."""
+        if self.family.fused is None:
+            return [(linear.weight, linear.bias) for linear in (getattr(module, name) for name in self.family.inputs)]
+        linear = getattr(module, self.family.fused)
+        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        biases = [None] * 3 if linear.bias is None else linear.bias.split(sizes)
+        return list(zip(linear.weight.split(sizes), biases, strict=True))
+
+    def finish(self, module: nn.Module, x: Tensor, attended: Tensor, mode: Mode) -> Tensor:
+        """The module's output from what was attended (where `mode` fuses it: from what was projected)."""
+        family = self.family
+        if family.gate is not None:
+            attended = family.gate(module, x, attended)
+        out = attended if mode.fuses_output else getattr(module, family.output)(attended)
+        if family.output_dropout is not None:
+            out = nn.functional.dropout(out, getattr(module, family.output_dropout), module.training)
+        return out  # type: ignore[no-any-return]
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """How the class of `module` computes; None when it isn't served."""
+    return SERVED.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,25 +248,31 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: there are none, or there are others beside them.
     """
-    found, others = {}, set()
+    found: dict[str, nn.Module] = {}
+    others: dict[str, set[str]] = {}
     for name, module in model.named_modules():
-        full_name = f"{type(module).__module__}.{type(module).__qualname__}"
-        if full_name in SERVED:
+        if family_of(module) is not None:
             found[name] = module
         elif _looks_like_attention(module):
-            others.add(type(module).__name__)
-    served = ", ".join(sorted(name.rsplit(".", 1)[1] for name in SERVED))
-    if others:
+            others.setdefault(_why_not(module), set()).add(type(module).__name__)
+    reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(others.items())]
+    kinds = _strange_layers(model, found)
+    if kinds:
+        reasons.append(f"layers of type {', '.join(kinds)}")
+    remedy = "docs/families.md lists what is served. Remove the 'upipe' key to train this model with plain Ulysses."
+    if reasons:
         raise ValueError(
-            f"upipe: {type(model).__name__} has attention that UPipe does not serve: {', '.join(sorted(others))}. "
-            f"Served classes: {served}. Remove the 'upipe' key to train this model with plain Ulysses."
+            f"upipe: {type(model).__name__} has attention that UPipe does not serve: {'; '.join(reasons)}. {remedy}"
         )
     if not found:
-        raise ValueError(
-            f"upipe: no attention module that UPipe serves in {type(model).__name__}. Served classes: {served}. "
-            "Remove the 'upipe' key to train this model with plain Ulysses."
-        )
+        raise ValueError(f"upipe: no attention module that UPipe serves in {type(model).__name__}. {remedy}")
     return found
+
+
+def _strange_layers(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
+    """Kinds of layers that the model's configuration names and that are not causal attention."""
+    config: Any = getattr(model, "config", None) or getattr(next(iter(found.values()), None), "config", None)
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -80,6 +283,23 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return holds_projections or called_so
 
 
+def _why_not(module: nn.Module) -> str:
+    name = type(module).__name__.lower()
+    if any(part in name for part in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
+        return "its state runs along the sequence, from rank to rank"
+    if any(hasattr(module, a) for a in ("is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers")):
+        return "layers share keys and values"
+    if "cross" in name:
+        return "it attends another sequence"
+    if hasattr(module, "indexer"):
+        return "it selects the keys of each query"
+    if hasattr(module, "kv_lora_rank") or hasattr(module, "kv_b_proj"):
+        return "latent attention (MLA)"
+    if any(hasattr(module, a) for a in ("query_key_value", "c_attn", "qkv_proj")):
+        return "a fused projection"
+    return "no test compares it with its unpatched model"
+
+
 def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mode) -> AttentionFacts:
     """What the engine must know of the attention module called `name`.
 
@@ -87,52 +307,78 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         ValueError: the module uses something that is not supported; the message names it and the remedy.
     """
     where = f"{name} ({type(module).__name__})"
-    check_projections(where, module, mode)
-    dropout = getattr(module, "attention_dropout", 0.0)
-    if dropout:
+    family = family_of(module)
+    assert family is not None
+    any_module: Any = module
+    config = any_module.config
+    head_dim = any_module.head_dim
+    check_projections(where, module, family, mode)
+    for key in ("attention_dropout", "attn_dropout"):
+        if getattr(module, key, 0.0):
+            raise ValueError(
+                f"upipe: {where} has {key} = {getattr(module, key)}: dropout is not supported yet. Set the model "
+                f"config's {key} to 0.0, or remove the 'upipe' key."
+            )
+    refused = {
+        "sinks": family.sinks is None and getattr(module, "sinks", None) is not None,
+        "clip_qkv": getattr(config, "clip_qkv", None) is not None,
+        "is_causal = False": getattr(module, "is_causal", True) is False,
+    }
+    for what, there in refused.items():
+        if there:
+            raise ValueError(f"upipe: {where} has {what}, which is not supported yet. Remove the 'upipe' key.")
+    if family.gate is not None and mode.fuses_output:
         raise ValueError(
-            f"upipe: {where} has attention_dropout = {dropout}: dropout is not supported yet. Set the model "
-            "config's attention_dropout to 0.0, or remove the 'upipe' key."
+            f"upipe.memory = {mode.memory!r}: {where} changes the attended heads before its output projection, so that "
+            "can't be inside the stage loop. Set upipe.memory to 'recompute'."
         )
-    for attribute, what in (("sinks", "attention sinks"), ("attn_logit_softcapping", "logit softcapping")):
-        if getattr(module, attribute, None) is not None:
-            raise ValueError(f"upipe: {where} has {what} ({attribute}), not supported yet. Remove the 'upipe' key.")
-    head_dim = module.head_dim
+    if family.fused is None:
+        heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
+    else:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for norm, of_all in zip(family.norms, (heads, kv_heads), strict=True):
+        _check_norm(f"{where}.{norm}", getattr(module, norm, None), head_dim * (of_all if family.whole_norms else 1))
+    rotates = family.rotates(module)
+    window = family.window(module)
     return AttentionFacts(
         class_name=type(module).__name__,
-        heads=module.q_proj.out_features // head_dim,
-        kv_heads=module.k_proj.out_features // head_dim,
+        family=family,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        hidden_size=module.q_proj.in_features,
-        scale=module.scaling,
-        window=_window(module),
-        rotary=_own_rotary(module, device),
+        hidden_size=getattr(module, family.inputs[0]).in_features,
+        scale=any_module.scaling,
+        window=int(window) if window else None,
+        softcap=None if family.softcap is None else getattr(module, family.softcap),
+        rotates=rotates,
+        rotary=_own_rotary(module, family, device) if rotates else None,
     )
 
 
-def _window(module: nn.Module) -> int | None:
-    """The layer's sliding window; None where there is none (Qwen2-MoE says 0).
+def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
+    """Raise ValueError unless every parameter of `norm` has `size` elements, as the family has it."""
+    for name, parameter in norm.named_parameters() if norm is not None else ():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init only ds_shape knows
+        if shape != (size,):
+            raise ValueError(
+                f"upipe: {where} has a {name} of shape {shape}, not ({size},): a norm that tells heads apart is not "
+                "supported yet. Remove the 'upipe' key."
+            )
 
-    Some families decide per layer and keep the window on the module, the others read it from the config.
-    """
-    config: Any = module.config
-    window = module.sliding_window if hasattr(module, "sliding_window") else getattr(config, "sliding_window", None)
-    return int(window) if window else None  # type: ignore[arg-type]
 
-
-def check_projections(where: str, module: nn.Module, mode: Mode) -> None:
+def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
     """Raise ValueError unless the projections that are read directly are plain linear layers.
 
     An adapter (LoRA) keeps the base weight under the same name, so reading it would silently skip the
     adapter; a quantised weight is not the matrix. The output projection is read only where `mode` fuses it.
     """
-    for projection in (*PROJECTIONS, "o_proj") if mode.fuses_output else PROJECTIONS:
+    for projection in family.projections(mode):
         layer = getattr(module, projection)
         if type(layer) is not nn.Linear:
-            other = ", or set upipe.memory to 'recompute'" if projection == "o_proj" else ""
+            other = ", or set upipe.memory to 'recompute'" if projection == family.output else ""
             raise ValueError(
                 f"upipe: {where}.{projection} is a {type(layer).__module__}.{type(layer).__qualname__}, not a plain "
-                "torch.nn.Linear: adapters, quantised and fused projections are not supported yet. Merge the "
+                "torch.nn.Linear: adapters and quantised projections are not supported yet. Merge the "
                 f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
             )
         if not layer.weight.is_floating_point() or layer.weight.dtype.itemsize < 2:
@@ -142,55 +388,43 @@ def check_projections(where: str, module: nn.Module, mode: Mode) -> None:
             )
 
 
-def head_norm(module: nn.Module | None) -> HeadFunction | None:
-    """A per-head norm module (``q_norm``, ``k_norm``) as a function of one stage's heads and its parameters."""
-    if module is None:
-        return None
-    return HeadFunction(_NormOfHeads(module), tuple(t for _, t in module.named_parameters(recurse=False)))
+def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.Parameter]:
+    """The parameters of other modules that a staged attention reads."""
+    for name in (*family.projections(mode), *family.norms):
+        inner = getattr(module, name, None)
+        if inner is not None:
+            yield from inner.parameters(recurse=False)
+    if family.sinks is not None:
+        yield getattr(module, family.sinks)
 
 
-@dataclass(frozen=True)
-class _NormOfHeads:
-    """A norm module as a function of heads and its parameters.
-
-    A shell around the given tensors runs: the module's own hooks (ZeRO-3's gather and release) must not run from
-    inside backward, and its parameters may be saved copies there.
-    """
-
-    module: nn.Module
-
-    def __call__(self, heads: Tensor, *tensors: Tensor) -> Tensor:
-        kind = type(self.module)
-        shell = nn.Module.__new__(kind)
-        shell.__dict__.update(self.module.__dict__)
-        names = [name for name, _ in self.module.named_parameters(recurse=False)]
-        shell.__dict__["_parameters"] = dict(zip(names, tensors, strict=True))
-        result: Tensor = kind.forward(shell, heads)
-        return result
-
-
-def _own_rotary(module: nn.Module, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def _own_rotary(
+    module: nn.Module, family: Family, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """The rotary function of the module's modelling file, unless it computes exactly what RotateHalf does.
 
     Decided by trying, not by name: the function may have been replaced (Liger's kernel, a hub kernel).
     """
     apply_rotary = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    head_dim: int = module.head_dim  # type: ignore[assignment]
+    R = getattr(module, family.rotated) if family.rotated else head_dim
 
     def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        by_head = heads.transpose(1, 2)
-        rotated: Tensor = apply_rotary(by_head, by_head[:, :1].contiguous(), cos, sin)[0]
-        return rotated.transpose(1, 2)
+        by_head = heads[..., :R].transpose(1, 2)
+        rotated: Tensor = apply_rotary(by_head, by_head[:, :1].contiguous(), cos, sin)[0].transpose(1, 2)
+        return rotated if head_dim == R else torch.cat([rotated, heads[..., R:]], -1)
 
+    if family.norm_after_rotary:
+        return rotate
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    D = module.head_dim
-    heads, half_cos, half_sin = tensor(2, 3, 4, D), tensor(2, 3, D // 2), tensor(2, 3, D // 2)
+    heads, half_cos, half_sin = tensor(2, 3, 4, head_dim), tensor(2, 3, R // 2), tensor(2, 3, R // 2)
     # A rotary table repeats its half: fused kernels read the first half only.
     cos, sin = torch.cat([half_cos, half_cos], -1), torch.cat([half_sin, half_sin], -1)
     ours = torch.empty_like(heads[None])
     RotateHalf(cos, sin).rotate(heads.transpose(0, 1)[None], ours.transpose(1, 2))
-    theirs = rotate(heads.clone(), cos, sin)
+    theirs = rotate(heads.clone(), *((half_cos, half_sin) if family.half_tables else (cos, sin)))
     return None if torch.allclose(ours[0], theirs, rtol=1e-5, atol=1e-5) else rotate

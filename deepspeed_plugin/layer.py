@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.families import AttentionFacts, check_projections, head_norm
+from deepspeed_plugin.families import AttentionFacts, check_projections, read_directly
 from deepspeed_plugin.group import SequenceGroup
+from deepspeed_plugin.norms import norm_over_heads
 from upipe_integrations import (
     AttentionProjections,
-    AttentionSpec,
     HeadFunction,
     KernelRequest,
     OutputProjection,
@@ -42,6 +43,7 @@ CHILD = "upipe"
 # Arguments of Transformers' attention layers that do not change what is attended.
 _HARMLESS = {
     "position_ids",  # checked once per step, for the whole model
+    "shift_labels",  # of the model's loss; checked there
     "use_cache",
     "cache_position",
     "num_items_in_batch",
@@ -71,8 +73,8 @@ def _chosen_kernel(name: str, request: KernelRequest) -> str:
 class StagedAttention(nn.Module):
     """UPipe attention over the projections of `attention`.
 
-    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]`; returns `[B, L, H * D]`, or
-    `[B, L, E]` after the output projection in the memory modes that fuse it.
+    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]` (None: no rotary); returns
+    `[B, L, H * D]`, or `[B, L, E]` after the output projection in the memory modes that fuse it.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
@@ -87,23 +89,35 @@ class StagedAttention(nn.Module):
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
-        names = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
-        for name in (*names, "o_proj") if self.settings.config.mode.fuses_output else names:
-            module = getattr(self._attention[0], name, None)
-            if module is not None:
-                yield from module.parameters(recurse=False)
+        return read_directly(self._attention[0], self.facts.family, self.settings.config.mode)
 
     def forward(
-        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, documents: tuple[tuple[int, ...], ...] | None = None
+        self,
+        hidden_states: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        documents: tuple[tuple[int, ...], ...] | None = None,
+        query_factor: Tensor | None = None,
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
+        family = facts.family
         mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
-        check_projections(facts.class_name, attention, mode)
-        spec = AttentionSpec(causal=True, scale=facts.scale, window=facts.window, documents=documents)
-        request = KernelRequest(hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec)
-        projections = AttentionProjections(
-            self._projection("q", cos, sin), self._projection("k", cos, sin), self._projection("v")
+        check_projections(facts.class_name, attention, family, mode)
+        tables = None
+        if facts.rotates and cos is not None and sin is not None:
+            tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
+        spec = facts.spec(documents)
+        sinks = None if family.sinks is None else getattr(attention, family.sinks)
+        request = KernelRequest(
+            hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec, sinks=sinks is not None
         )
+        q, k, v = facts.weights(attention)
+        projections = AttentionProjections(
+            self._projection(hidden_states, *q, family.norms[0], _scaled_tables(tables, query_factor)),
+            self._projection(hidden_states, *k, family.norms[1], tables),
+            Projection(v[0], facts.head_dim, v[1]),
+        )
+        output: Any = getattr(attention, family.output)
         return upipe_attention(
             hidden_states,
             projections,
@@ -111,21 +125,34 @@ class StagedAttention(nn.Module):
             self.settings.group.process_group,
             KERNELS[run_for_real(_chosen_kernel, self.settings.config.kernel, request)],
             spec,
-            output=OutputProjection(attention.o_proj.weight, attention.o_proj.bias) if mode.fuses_output else None,
+            sinks=sinks,
+            output=OutputProjection(output.weight, output.bias) if mode.fuses_output else None,
             mode=mode,
         )
 
-    def _projection(self, kind: str, cos: Tensor | None = None, sin: Tensor | None = None) -> Projection:
-        attention, facts = self._attention[0], self.facts
-        linear = getattr(attention, f"{kind}_proj")
-        function = head_norm(getattr(attention, f"{kind}_norm", None))
-        rotary = None
-        if cos is not None and sin is not None:
-            if facts.rotary is None:
-                rotary = RotateHalf(cos, sin)
-            else:
-                function = _then_rotate(function, facts.rotary, cos, sin)
-        return Projection(linear.weight, facts.head_dim, linear.bias, function, rotary)
+    def _projection(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_name: str, tables: tuple[Tensor, Tensor] | None
+    ) -> Projection:
+        facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
+        normalise = None
+        if norm is not None and facts.family.whole_norms:
+            at_once = self.schedule.chunk_heads
+            normalise = norm_over_heads(norm, x, weight, bias, facts.head_dim, at_once)
+        elif norm is not None:
+            normalise = HeadFunction.of_module(norm)
+        if tables is None or facts.rotary is None:
+            return Projection(weight, facts.head_dim, bias, normalise, None if tables is None else RotateHalf(*tables))
+        rotate = HeadFunction(facts.rotary, tables, by_row=(0, 1))
+        steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
+        return Projection(weight, facts.head_dim, bias, _composed([step for step in steps if step is not None]))
+
+
+def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Rotary tables that also scale what they rotate, which is the whole head where there is a factor."""
+    if tables is None or factor is None:
+        return tables
+    cos, sin = (t * factor.to(t.dtype) for t in tables)
+    return cos, sin
 
 
 _DOCUMENTS = "_upipe_documents"
@@ -154,20 +181,29 @@ def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tup
     return remembered
 
 
-def _then_rotate(norm: HeadFunction | None, rotate: Callable[..., Tensor], cos: Tensor, sin: Tensor) -> HeadFunction:
-    """The norm, if any, and then the model's own rotary, as one function of a stage's heads."""
-
-    function = _NormThenRotate(None if norm is None else norm.function, rotate)
-    return HeadFunction(function, (cos, sin, *(norm.tensors if norm else ())), by_row=(0, 1))
+def _composed(steps: list[HeadFunction]) -> HeadFunction:
+    """One function after the other, as one."""
+    counts = [len(step.tensors) for step in steps]
+    firsts = [sum(counts[:i]) for i in range(len(steps))]
+    by_row = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_row)
+    by_head = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_head)
+    function = _Composed(tuple(step.function for step in steps), tuple(counts))
+    return HeadFunction(function, tuple(t for step in steps for t in step.tensors), by_row, by_head)
 
 
 @dataclass(frozen=True)
-class _NormThenRotate:
-    norm: Callable[..., Tensor] | None
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+class _Composed:
+    """Functions that each take the heads and as many of the tensors as `counts` says."""
 
-    def __call__(self, heads: Tensor, cos: Tensor, sin: Tensor, *of_norm: Tensor) -> Tensor:
-        return self.rotate(heads if self.norm is None else self.norm(heads, *of_norm), cos, sin)
+    functions: tuple[Callable[..., Tensor], ...]
+    counts: tuple[int, ...]
+
+    def __call__(self, heads: Tensor, *tensors: Tensor) -> Tensor:
+        first = 0
+        for function, count in zip(self.functions, self.counts, strict=True):
+            heads = function(heads, *tensors[first : first + count])
+            first += count
+        return heads
 
 
 def staged_forward(
@@ -201,27 +237,35 @@ def staged_forward(
         )
         return original
     _refuse_options(type(attention).__name__, options)
-    if position_embeddings is None:
+    if position_embeddings is None and child.facts.rotates:
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
     documents = documents_of(options.get("position_ids"), child.settings.group)
-    # ZeRO-3 hooks look into every argument, so documents are left out where there are none.
-    out = child(hidden_states, *position_embeddings, *(() if documents is None else (documents,)))
-    return (out if child.settings.config.mode.fuses_output else attention.o_proj(out)), None
+    # ZeRO-3 hooks look into every argument, so what there is none of is left out.
+    more: tuple[Any, ...] = () if documents is None else (documents,)
+    if child.facts.family.query_factor is not None:
+        more = (documents, child.facts.family.query_factor(attention, _positions(attention, options)))
+    out = child(hidden_states, *(position_embeddings or (None, None)), *more)
+    return child.facts.finish(attention, hidden_states, out, child.settings.config.mode), None
+
+
+def _positions(attention: nn.Module, options: dict[str, Any]) -> Tensor:
+    positions: Tensor | None = options.get("position_ids")
+    if positions is None:
+        raise ValueError(
+            f"upipe: {type(attention).__name__} was called without position_ids. Call it through its model."
+        )
+    return positions
 
 
 def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in _HARMLESS or value is None or value is False or (name == "is_causal" and value is True):
             continue
-        remedy = (
-            "Take it out of the batch and pass it to deepspeed_plugin.sequence_parallel_loss"
-            if name == "shift_labels"
-            else f"Leave {name} out, or remove the 'upipe' key"
-        )
         raise ValueError(
-            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. {remedy}."
+            f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. Leave {name} "
+            "out, or remove the 'upipe' key."
         )
 
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import wrapt
 
-from deepspeed_plugin.attach import Attachment, attach
+from deepspeed_plugin.attach import Attachment, attach, attach_distributed
+from deepspeed_plugin.distributed import find_distributed_attention
 from deepspeed_plugin.group import find_group
 from deepspeed_plugin.settings import read_settings
+from upipe_integrations import UPipeConfig
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
 
@@ -75,16 +77,27 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
 
 def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
     import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
 
     ds_config = given.get("config") or {}
     settings = read_settings(ds_config)
     if settings is None:
         return None
+    attachment = _attach(given, settings, ds_config)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _logger().info(attachment.summary)
+    return attachment
+
+
+def _attach(given: dict[str, Any], settings: UPipeConfig, ds_config: dict[str, Any]) -> Attachment:
+    from deepspeed.accelerator import get_accelerator
+
     model = given["model"]
+    distributed = find_distributed_attention(model)
+    if distributed:
+        return attach_distributed(distributed, settings)
     zero_stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     group = find_group(ds_config, given.get("mpu"), given.get("mesh_device"), zero_stage)
-    attachment = attach(
+    return attach(
         model,
         settings,
         group,
@@ -92,9 +105,6 @@ def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
         dtype=_compute_dtype(ds_config, model),
         zero_stage=zero_stage,
     )
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _logger().info(attachment.summary)
-    return attachment
 
 
 def _logger() -> logging.Logger:

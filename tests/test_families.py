@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.models import FAMILIES, make_batch, make_model, shard, single_process, worst
 from tests.ranks import run_in_process, run_ranks
+from tests.zoo import tiny_model
 from upipe_integrations import UPipeConfig
 from upipe_integrations.sharding import mean_token_loss
 
@@ -25,11 +26,12 @@ def attached(model, chunk_heads: int, group=None, kernel: str = "auto", memory: 
     )
 
 
-def sharded(model, batch, group) -> dict[str, torch.Tensor]:
+def sharded(model, batch, group, positions=None) -> dict[str, torch.Tensor]:
     """Like ``single_process``, of a model with UPipe, on shards."""
     C = dist.get_world_size(group)
     model.zero_grad(set_to_none=True)
-    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    if positions is None:
+        positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     logits = model(input_ids=shard(batch["input_ids"], group), position_ids=shard(positions, group)).logits
     loss = mean_token_loss(logits.double(), shard(batch["labels"], group), group)
     # mean_token_loss computes in float32, as training does; here the gradient must be exact.
@@ -213,6 +215,18 @@ def _bad_models() -> dict[str, str]:
     def stranger(model):
         model.model.layers[1].self_attn = torch.nn.MultiheadAttention(48, 8)
 
+    def whole_norm(model):
+        model.model.layers[0].self_attn.q_norm = type(model.model.norm)(128)
+
+    def clip(model):
+        model.config.clip_qkv = 3.0
+
+    def both_ways(model):
+        model.model.layers[0].self_attn.is_causal = False
+
+    def layers(model):
+        model.config.layer_types = ["full_attention", "chunked_attention"]
+
     def nothing(model):
         model.model.layers = torch.nn.ModuleList([torch.nn.Linear(48, 48)])
 
@@ -222,6 +236,10 @@ def _bad_models() -> dict[str, str]:
         "float8": ("llama", {}, float8),
         "sinks": ("llama", {}, sinks),
         "stranger": ("llama", {}, stranger),
+        "norm": ("qwen3", {}, whole_norm),
+        "clip": ("llama", {}, clip),
+        "both ways": ("llama", {}, both_ways),
+        "layers": ("llama", {}, layers),
         "nothing": ("llama", {}, nothing),
         "too many": ("llama", {"num_attention_heads": 2, "num_key_value_heads": 2}, None),
     }
@@ -247,6 +265,10 @@ def _bad_models() -> dict[str, str]:
     except ValueError as error:
         messages["output adapter"] = str(error)
 
+    try:
+        attached(tiny_model("afmoe"), 4, memory="fused")
+    except ValueError as error:
+        messages["gate"] = str(error)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
     try:
         attached(gpt2, 4)
@@ -267,8 +289,13 @@ def refusals():
         ("adapter", r"layers\.1\.self_attn .*v_proj is a .*LoraLinear, not a plain torch\.nn\.Linear.*Merge"),
         ("output adapter", r"o_proj is a .*LoraLinear, not a plain .*or set upipe\.memory to 'recompute'"),
         ("float8", r"k_proj has weights of torch\.float8_e4m3fn: quantised.*Load the model in"),
-        ("sinks", r"has attention sinks \(sinks\), not supported yet"),
-        ("stranger", r"has attention that UPipe does not serve: MultiheadAttention\. Served classes: LlamaAttention"),
+        ("sinks", r"has sinks, which is not supported yet"),
+        ("norm", r"q_norm has a weight of shape \(128,\), not \(16,\): a norm that tells heads apart is"),
+        ("clip", r"has clip_qkv, which is not supported yet"),
+        ("both ways", r"has is_causal = False, which is not supported yet"),
+        ("gate", r"upipe\.memory = 'fused': .*AfmoeAttention\) changes the attended heads.*Set upipe\.memory to 'rec"),
+        ("layers", r"LlamaForCausalLM has attention that UPipe does not serve: layers of type chunked_attention\."),
+        ("stranger", r"attention that UPipe does not serve: MultiheadAttention \(no test .*docs/families\.md lists"),
         ("nothing", r"no attention module that UPipe serves in LlamaForCausalLM"),
         ("too many", r"chunk_heads = 4: larger than the model's 2 query heads"),
         ("gpt2", r"GPT2LMHeadModel has attention that UPipe does not serve: GPT2Attention"),

@@ -341,3 +341,75 @@ def test_what_blocks_can_not_do_is_refused(options, layout, kernel, message):
     layer = make_layer(8, 4, seq=24, output=True, **options)
     with pytest.raises(ValueError, match=message):
         run_sharded(layer, 2, None, kernel, layout=layout, dropout=dropout, mode=mode)
+
+
+# ---------------------------------------------------------------- head functions that know the head and the row
+
+
+def _scaled(heads, by_head, by_row):
+    return heads * by_head * by_row
+
+
+def _by_head_and_row() -> dict[str, float]:
+    """Factors per head and per row, both with gradients, against plain attention of one process."""
+    C, rank, S, D, E = dist.get_world_size(), dist.get_rank(), 16, 4, 12
+    errors = {}
+    for heads, kv_heads, chunk_heads in ((8, 4, 4), (6, 3, 4), (8, 2, 8)):
+        generator = torch.Generator().manual_seed(heads)
+        sizes = {
+            "x": (2, S, E),
+            "q": (heads * D, E),
+            "k": (kv_heads * D, E),
+            "v": (kv_heads * D, E),
+            "o": (E, heads * D),
+        }
+        sizes |= {"qh": (heads, D), "kh": (kv_heads, D), "qr": (2, S, 1, 1), "kr": (1, S, 1, 1), "dy": (2, S, E)}
+        whole = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+
+        def leaves(rows, whole=whole):
+            by_row = {"x", "qr", "kr", "dy"}
+            return {n: (t[:, rows] if n in by_row else t).clone().requires_grad_(n != "dy") for n, t in whole.items()}
+
+        t = leaves(slice(None))
+        q = _scaled((t["x"] @ t["q"].t()).unflatten(2, (heads, D)), t["qh"], t["qr"]).transpose(1, 2)
+        k = _scaled((t["x"] @ t["k"].t()).unflatten(2, (kv_heads, D)), t["kh"], t["kr"]).transpose(1, 2)
+        v = (t["x"] @ t["v"].t()).unflatten(2, (kv_heads, D)).transpose(1, 2)
+        k, v = (s.repeat_interleave(heads // kv_heads, 1) for s in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (out.transpose(1, 2).flatten(2) @ t["o"].t()).backward(t["dy"])
+        wanted = {name: leaf.grad for name, leaf in t.items() if name != "dy"}
+        for mode in (Mode(), Mode("fused"), Mode("blocks", query_blocks=2)):
+            rows = slice(rank * S // C, (rank + 1) * S // C)
+            mine = leaves(rows)
+            functions = {n: HeadFunction(_scaled, (mine[f"{n}h"], mine[f"{n}r"]), (1,), (0,)) for n in "qk"}
+            projections = AttentionProjections(
+                Projection(mine["q"], D, None, functions["q"]),
+                Projection(mine["k"], D, None, functions["k"]),
+                Projection(mine["v"], D),
+            )
+            y = upipe_attention(
+                mine["x"],
+                projections,
+                Schedule.build(heads=heads, kv_heads=kv_heads, ranks=C, chunk_heads=chunk_heads),
+                dist.group.WORLD,
+                KERNELS["math"],
+                output=OutputProjection(mine["o"]) if mode.fuses_output else None,
+                mode=mode,
+            )
+            (y if mode.fuses_output else y @ mine["o"].t()).backward(mine["dy"])
+            for name, grad in wanted.items():
+                got = mine[name].grad
+                if name in ("x", "qr", "kr"):
+                    grad = grad[:, rows]
+                else:
+                    dist.all_reduce(got)
+                error = float((got - grad).abs().max() / grad.abs().max())
+                errors[f"{heads}/{kv_heads}, {mode.memory}, d{name}"] = error
+    return errors
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_head_functions_by_head_and_by_row(world):
+    for errors in run_ranks(world, _by_head_and_row):
+        assert len(errors) == 3 * 3 * 9
+        assert {case: error for case, error in errors.items() if error > 1e-10} == {}

@@ -114,6 +114,7 @@ def upipe_attention_qkv(
     layout: Layout | None = None,
     sinks: Tensor | None = None,
     sequence_first: bool = False,
+    mode: Mode | None = None,
 ) -> Tensor:
     """The partial form of :func:`upipe_attention`: heads are projected and rotated already.
 
@@ -124,7 +125,8 @@ def upipe_attention_qkv(
         q: `[B, L, H, D]`, or `[L, B, H, D]` if `sequence_first`: this rank's rows of all heads.
         k: like `q` with K heads.
         v: like `k`, Dv its head size.
-        schedule, group, kernel, spec, layout, sinks: see :func:`upipe_attention`.
+        schedule, group, kernel, spec, layout, sinks, mode: see :func:`upipe_attention`; modes that fuse the output
+            projection are refused.
 
     Returns:
         `[B, L, H, Dv]`, or `[L, B, H, Dv]` if `sequence_first`. Differentiable once, in q, k, v and sinks.
@@ -141,8 +143,11 @@ def upipe_attention_qkv(
                 f"{name} of shape {tuple(t.shape)} and {t.dtype}: must be {q.dtype} [batch, rows of this rank, "
                 f"{heads} heads, head size] for this schedule, with batch and rows as q's."
             )
+    mode = mode or Mode()
+    if mode.fuses_output:
+        raise ValueError(f"memory mode {mode.memory!r} of heads that are projected already: use 'keep' or 'recompute'.")
     given = Sources(GivenHeads(q), GivenHeads(k), GivenHeads(v), None)
-    call = Call(given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), Mode(), q.dtype)
+    call = Call(given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), mode, q.dtype)
     _check(call, q.shape[0], q.shape[1], q.device, sinks)
     out = _apply(call, None, sinks)
     by_head: Tensor = out.unflatten(2, (schedule.heads, -1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -188,6 +190,7 @@ def _info(options: argparse.Namespace) -> int:
         ("torch", torch.__version__),
         ("GPUs", ", ".join(gpus) or "none"),
         *((host, _version(host) or "not installed") for host in _HOSTS),
+        ("autoload", _autoload()),
     ]
     print("\n".join(f"{name:20} {value}" for name, value in rows))
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
@@ -200,6 +203,19 @@ def _info(options: argparse.Namespace) -> int:
         if no_gpu is None:
             print(f"  auto takes {select_kernel('auto', request).name}")
     return 0
+
+
+def _autoload() -> str:
+    """Which hosts a configuration key alone turns UPipe on for, and why it doesn't where it doesn't."""
+    points = importlib.metadata.entry_points(group="torch.backends")
+    hosts = ", ".join(sorted({point.attr for point in points if point.module == "upipe_autoload"}))
+    if not hosts:
+        return "off: PyTorch finds no entry point of this project (not installed); import the plugin in your script"
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":  # PyTorch's own rule
+        return f"off for {hosts}: TORCH_DEVICE_BACKEND_AUTOLOAD is set; import the plugin in your script"
+    if importlib.util.find_spec("wrapt") is None:
+        return f"off for {hosts}: wrapt is not installed"
+    return f"on for {hosts}: the configuration key is enough"
 
 
 def _version(distribution: str) -> str | None:

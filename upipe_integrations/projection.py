@@ -82,18 +82,21 @@ class HeadFunction:
     """A differentiable function of some heads, such as a per-head norm.
 
     Args:
-        function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It must treat
-            heads alike, as it sees those of one stage, and be free of side effects, as backward calls
-            it again. In code for torch.compile: one from outside of that code, or a dataclass or closure of
-            constants.
+        function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It sees the heads of
+            one stage, so it must treat them alike but for tensors `by_head`, and be free of side effects, as
+            backward calls it again. In code for torch.compile: one from outside of that code, or a dataclass or
+            closure of constants.
         tensors: what it reads besides; those that require gradients get them.
         by_row: which of `tensors` have this rank's rows as second dimension (rotary tables); needed where
             backward walks rows in blocks.
+        by_head: which of `tensors` have the projection's heads as first dimension; it is given those of the
+            stage's.
     """
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()
     by_row: tuple[int, ...] = ()
+    by_head: tuple[int, ...] = ()
 
     @classmethod
     def of_module(cls, module: torch.nn.Module) -> HeadFunction:
@@ -102,21 +105,48 @@ class HeadFunction:
         Hosts hang gathering and releasing of parameters on hooks: those must not run from inside backward, where
         parameters may be saved copies.
         """
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-
-        def apply(heads: Tensor, *tensors: Tensor) -> Tensor:
-            shell = torch.nn.Module.__new__(type(module))
-            shell.__dict__.update(module.__dict__)
-            shell.__dict__["_parameters"] = dict(zip(names, tensors, strict=True))
-            result: Tensor = type(module).forward(shell, heads)
-            return result
-
-        return cls(apply, tuple(getattr(module, name) for name in names))
+        return cls(_ModuleOfHeads(module), tuple(t for _, t in module.named_parameters(recurse=False)))
 
     def at_rows(self, rows: slice) -> HeadFunction:
         """The function of some rows only."""
         cut = tuple(t[:, rows] if i in self.by_row else t for i, t in enumerate(self.tensors))
-        return HeadFunction(self.function, cut, self.by_row)
+        return dataclasses.replace(self, tensors=cut)
+
+    def at_heads(self, heads: HeadRows) -> HeadFunction:
+        """The function of some heads only."""
+        cut = tuple(take_heads(t, heads, 0) if i in self.by_head else t for i, t in enumerate(self.tensors))
+        return dataclasses.replace(self, tensors=cut)
+
+    def add_gradient(
+        self, totals: Sequence[Tensor | None], parts: Iterator[Tensor], rows: slice | None, heads: HeadRows
+    ) -> None:
+        """Add gradients of some rows' and heads' tensors (a part for each total that is there) to the totals."""
+        for i, total in enumerate(totals):
+            if total is None:
+                continue
+            part = next(parts)
+            if i in self.by_head:
+                add_heads(total, heads, 0, part.unflatten(0, (len(heads), -1)))
+            elif i in self.by_row and rows is not None:
+                total[:, rows].add_(part)
+            else:
+                total.add_(part)
+
+
+@dataclass(frozen=True)
+class _ModuleOfHeads:
+    """What a module computes, with other tensors in the place of its parameters: a shell around those runs."""
+
+    module: torch.nn.Module
+
+    def __call__(self, heads: Tensor, *tensors: Tensor) -> Tensor:
+        kind = type(self.module)
+        shell = torch.nn.Module.__new__(kind)
+        shell.__dict__.update(self.module.__dict__)
+        names = [name for name, _ in self.module.named_parameters(recurse=False)]
+        shell.__dict__["_parameters"] = dict(zip(names, tensors, strict=True))
+        result: Tensor = kind.forward(shell, heads)
+        return result
 
 
 @dataclass(frozen=True)
@@ -197,7 +227,8 @@ class Projection:
         assert x is not None
         heads = self._project(x, chunk.distinct)
         if self.function is not None:
-            heads = self.function.function(heads, *self.function.tensors)
+            function = self.function.at_heads(chunk.distinct)
+            heads = function.function(heads, *function.tensors)
         if chunk.is_replicated:
             heads = heads.index_select(2, _positions(chunk, x.device))
         source = send_view(heads, len(chunk.by_rank))
@@ -280,7 +311,7 @@ class ProjectionGradient:
         projection, heads = self.projection, chunk.distinct
         if rows is not None:
             projection = projection.at_rows(rows)
-        grad = self._grad_of_projected(projection, received, x, chunk)
+        grad = self._grad_of_projected(projection, received, x, chunk, rows)
         del received
         by_token = grad.flatten(0, 1).flatten(1, 2)
         dtype = x.dtype if rows is None else torch.promote_types(x.dtype, torch.float32)
@@ -299,7 +330,9 @@ class ProjectionGradient:
                 placed = self.projection.placed(chunk.distinct)
                 _add_head_rows(total, collected.take(), placed, self.projection.head_dim)
 
-    def _grad_of_projected(self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk) -> Tensor:
+    def _grad_of_projected(
+        self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk, rows: slice | None
+    ) -> Tensor:
         """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
         C, L, B, n, D = received.shape
         grad = received.new_empty(B, L, C * n, D)
@@ -313,18 +346,17 @@ class ProjectionGradient:
             grad = summed.index_add_(2, _positions(chunk, grad.device), grad)
         if projection.function is None:
             return grad
+        function = projection.function.at_heads(chunk.distinct)
         projected = projection._project(x, chunk.distinct)
         with torch.enable_grad():
             projected = projected.detach().requires_grad_()
             read = [
-                t.detach().requires_grad_(g is not None)
-                for t, g in zip(projection.function.tensors, self.function, strict=True)
+                t.detach().requires_grad_(g is not None) for t, g in zip(function.tensors, self.function, strict=True)
             ]
-            result = projection.function.function(projected, *read)
+            result = function.function(projected, *read)
         leaves = [projected, *(t for t in read if t.requires_grad)]
         grad, *of_read = torch.autograd.grad(result, leaves, grad, allow_unused=True, materialize_grads=True)
-        for total, part in zip((g for g in self.function if g is not None), of_read, strict=True):
-            total.add_(part)
+        function.add_gradient(self.function, iter(of_read), rows, chunk.distinct)
         return grad
 
 

@@ -1,8 +1,9 @@
 """Train a small Llama-architecture model on long sequences of real text with DeepSpeed and sequence parallelism.
 
-What UPipe asks of a training script is the import of ``deepspeed_plugin`` and the ``upipe`` key in the
-ds_config; the rest is DeepSpeed's ordinary Ulysses (ALST) recipe. Without the key this script trains with
-Ulysses, and with one process and no ``sequence_parallel_size`` it trains without sequence parallelism:
+What UPipe asks of a training script is the ``upipe`` key in the ds_config; ``deepspeed_plugin`` is imported for
+its loss, and for a checkout that isn't installed. The rest is DeepSpeed's ordinary Ulysses (ALST) recipe. Without
+the key this script trains with Ulysses, and with one process and no ``sequence_parallel_size`` it trains without
+sequence parallelism:
 
     torchrun --nproc-per-node 2 -m examples.deepspeed.train --config configs/deepspeed/demo.json
 """

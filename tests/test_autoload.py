@@ -1,0 +1,159 @@
+"""Zero-code activation: the project installed, and a training script that knows nothing of it.
+
+A copy of the project is installed, without its dependencies, to a folder that is put on PYTHONPATH: its metadata
+are found there as those of any installed package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import {first}
+import os, sys, torch
+assert "deepspeed_plugin" not in sys.modules or {first_is_host}
+import deepspeed, transformers
+assert "upipe_integrations" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+ranks = int(os.environ.get("WORLD_SIZE", 1))
+deepspeed.init_distributed("gloo")
+config = transformers.LlamaConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=64, attn_implementation="sdpa")
+model = transformers.LlamaForCausalLM(config)
+mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ranks, micro_batch_size=1)
+engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config={{
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"torch_adam": True}}}},
+    "zero_optimization": {{"stage": 1}}, "sequence_parallel_size": ranks, "upipe": {{"chunk_heads": ranks}}}})
+upipe = getattr(engine, "upipe", None)
+print("RESULT", torch.distributed.get_rank(), ranks, None if upipe is None else upipe.layers, flush=True)
+"""
+ON = "['model.layers.0.self_attn']"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the project installed."""
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in ("upipe_integrations", "deepspeed_plugin", "megatron_patch"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("upipe_autoload.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", site, source], check=True, timeout=120)
+    return site
+
+
+def _run(command: list[str], installed: Path, **environment: str) -> str:
+    variables = {**os.environ, "PYTHONPATH": str(installed), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    variables |= environment
+    result = subprocess.run(
+        command, cwd=installed, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _python(code: str, installed: Path, **environment: str) -> str:
+    return _run([sys.executable, "-c", code], installed, **environment)
+
+
+NEW_MODULES = """
+import sys, torch
+print(sorted({name.split(".")[0] for name in sys.modules} & {"wrapt", "upipe_autoload", "upipe_integrations",
+    "deepspeed_plugin", "megatron_patch", "deepspeed", "transformers", "accelerate", "megatron"}))
+"""
+
+
+def test_import_torch_loads_the_hook_and_nothing_else(installed):
+    assert _python(NEW_MODULES, installed).strip() == "['upipe_autoload', 'wrapt']"
+    assert _python(NEW_MODULES, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0").strip() == "[]"
+
+
+def test_import_torch_survives_without_wrapt(installed):
+    blocked = """
+import logging, sys
+sys.modules["wrapt"] = None
+logging.basicConfig(stream=sys.stdout)
+import torch
+print(torch.ones(2).sum())
+"""
+    printed = _python(blocked, installed)
+    assert "tensor(2.)" in printed
+    assert "UPipe is not turned on by configuration alone (ModuleNotFoundError: " in printed
+    assert "or `import deepspeed_plugin` before the model is built" in printed
+
+
+def test_info_says_what_is_on(installed):
+    def line(**environment: str) -> str:
+        printed = _run([sys.executable, "-m", "upipe_integrations.cli", "info"], installed, **environment)
+        return next(line for line in printed.splitlines() if line.startswith("autoload"))
+
+    assert line().split(None, 1)[1] == "on for deepspeed: the configuration key is enough"
+    assert "off for deepspeed: TORCH_DEVICE_BACKEND_AUTOLOAD is set" in line(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def _script(installed: Path, first: str = "torch") -> Path:
+    path = installed / f"train_with_{first}_first.py"
+    path.write_text(SCRIPT.format(first=first, first_is_host=first == "deepspeed"))
+    return path
+
+
+LAUNCHERS = {
+    "python": (1, [sys.executable]),
+    "torchrun": (2, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
+    "accelerate": (
+        2,
+        [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
+        + ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"],
+    ),
+    "deepspeed": (2, [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]),
+}
+
+
+def _launched(launcher: str, script: list[str], installed: Path, **environment: str) -> list[str]:
+    ranks, command = LAUNCHERS[launcher]
+    port = str(free_port())
+    if launcher == "python":
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment["MASTER_PORT"] = port
+    else:
+        flag = {"torchrun": "--master-port"}.get(launcher, "--main_process_port")
+        command = [*command, "--master_port" if launcher == "deepspeed" else flag, port]
+    printed = _run([*command, *script], installed, **environment)
+    results = sorted(line[line.index("RESULT") :] for line in printed.splitlines() if "RESULT" in line)
+    assert len(results) == ranks, printed
+    return [line.split(None, 3)[3] for line in results]
+
+
+@pytest.mark.parametrize("first", ["torch", "deepspeed", "transformers"])
+def test_the_key_is_enough_in_every_import_order(first, installed):
+    pytest.importorskip("deepspeed")
+    assert _launched("python", [str(_script(installed, first))], installed) == [ON]
+
+
+def test_the_variable_of_pytorch_turns_it_off(installed):
+    pytest.importorskip("deepspeed")
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert _launched("python", [str(_script(installed))], installed, **off) == ["None"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_the_key_is_enough_under_every_launcher(launcher, installed):
+    pytest.importorskip("deepspeed")
+    assert _launched(launcher, [str(_script(installed))], installed) == [ON, ON]
+
+
+def test_the_key_is_enough_for_a_module_under_deepspeeds_launcher(installed):
+    pytest.importorskip("deepspeed")
+    module = ["--module", _script(installed).stem]
+    assert _launched("deepspeed", module, installed) == [ON, ON]

@@ -1,0 +1,157 @@
+"""Every causal-LM family of the installed Transformers is served and equal to its own unpatched model, or refused.
+
+One process group for all. docs/families.md is the outcome: ``UPIPE_WRITE_DOCS=1 pytest tests/test_every_family.py``
+writes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import make_batch, worst
+from tests.ranks import run_ranks
+from tests.test_families import attached, sharded
+from tests.zoo import FAMILIES, LAYERS, VOCABULARY, tiny_model
+
+# Lengths of packed documents: one, and three of which the second lies across the shards.
+PACKINGS = ((16,), (3, 8, 5))
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+HEAD = """# Families of Transformers, served and refused
+
+Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_every_family.py` with Transformers {version}; the same test fails when
+this page is not true. It builds a small random model of every causal-LM family (windows shorter than the sequence,
+softcap on, per-layer types mixed where the family mixes them) and attaches UPipe. What is served is run in float64 on 2
+ranks, with one document and with packed ones: logits, loss and the gradient of every parameter equal those of the
+unpatched model in one process, document by document. Everything else is refused when the engine is built, with the
+reason given here.
+
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family: served, with its attention classes, memory modes and the largest error; or refused."""
+
+    classes: str = ""
+    modes: str = ""
+    error: float = 0.0
+    refusal: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The short form of the refusal."""
+        unknown = re.search(r"UPipe does not serve: (.*?)\. docs/", self.refusal)
+        return unknown.group(1) if unknown else re.sub(r"^upipe: | docs/.*", "", self.refusal)
+
+
+def outcomes() -> dict[str, Outcome]:
+    """Every family, on each rank of the default group."""
+    from transformers.utils import logging
+
+    from deepspeed_plugin.families import find_attention
+
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    batch = make_batch(seq=16, vocab=VOCABULARY)
+    results = {}
+    for family in FAMILIES:
+        try:
+            with torch.device("meta"):
+                skeleton = tiny_model(family)
+            attached(skeleton, 2, dist.group.WORLD)
+        except ValueError as error:
+            assert str(error).startswith("upipe: "), (family, error)
+            results[family] = Outcome(refusal=str(error))
+            continue
+        model = tiny_model(family).double().eval()  # some routers add noise in training
+        layers = find_attention(model).values()
+        assert len(layers) == LAYERS, family
+        wanted = [_one_process(model, batch, lengths) for lengths in PACKINGS]
+        errors, modes = [], "all"
+        for chunk_heads, memory in ((2, "keep"), (4, "fused"), (2, "blocks")):
+            try:
+                attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
+            except ValueError as error:
+                assert memory != "keep" and "Set upipe.memory to 'recompute'" in str(error), (family, error)
+                modes = "`keep`, `recompute`"
+                continue
+            for lengths, right in zip(PACKINGS, wanted, strict=True):
+                positions = torch.cat([torch.arange(n) for n in lengths])[None]
+                errors.append(max(worst(sharded(model, batch, dist.group.WORLD, positions), right).values()))
+            attachment.undo()
+        classes = ", ".join(sorted({f"`{type(layer).__name__}`" for layer in layers}))
+        results[family] = Outcome(classes, modes, max(errors))
+    return results
+
+
+def _one_process(model, batch: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Like ``single_process``, each document run for itself: some families' plain masks ignore packing."""
+    model.zero_grad(set_to_none=True)
+    documents = batch["input_ids"].split(lengths, 1)
+    logits = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in documents], 1)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), "loss": loss.detach(), **grads}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Outcome]:
+    pytest.importorskip("deepspeed")
+    first, second = run_ranks(2, outcomes, seconds=500)
+    assert first == second
+    return first
+
+
+def test_no_family_is_silently_wrong(found):
+    assert found.keys() == FAMILIES.keys()
+    # float64 but for what Transformers itself computes in float32 (norms, routers, some rotary embeddings).
+    assert {family: outcome.error for family, outcome in found.items() if outcome.error > 1e-5} == {}
+
+
+def test_every_refusal_says_why(found):
+    for family, outcome in found.items():
+        if outcome.refusal:
+            assert re.search(r"does not serve|not supported yet|no attention module that", outcome.refusal), family
+            assert "Remove the 'upipe' key" in outcome.refusal, family
+
+
+def test_every_served_class_is_in_a_family_that_was_run(found):
+    from deepspeed_plugin.families import SERVED
+
+    run = {name.strip("`") for outcome in found.values() for name in outcome.classes.split(", ") if name}
+    modules = {name: name.rsplit(".", 1)[0] for name in SERVED}
+    assert run == {name.rsplit(".", 1)[1] for name, module in modules.items() if _is_there(module)}
+
+
+def _is_there(module: str) -> bool:
+    """Whether the installed Transformers has the module: older ones lack some."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_the_page_is_what_a_run_finds(found):
+    import transformers
+
+    served = [f"| {f} | {o.classes} | {o.modes} |" for f, o in sorted(found.items()) if not o.refusal]
+    refused = [f"| {f} | {o.reason} |" for f, o in sorted(found.items()) if o.refusal]
+    page = HEAD.format(version=transformers.__version__)
+    page += f"## Served: {len(served)}\n\n"
+    page += "\n".join(["| family | attention | memory modes |", "|---|---|---|", *served])
+    page += f"\n\n## Refused: {len(refused)}\n\n" + "\n".join(["| family | why |", "|---|---|", *refused]) + "\n"
+    if os.environ.get("UPIPE_WRITE_DOCS"):
+        PAGE.write_text(page)
+    if f"with Transformers {transformers.__version__};" not in PAGE.read_text():
+        pytest.skip("docs/families.md was written with another version of Transformers")
+    assert PAGE.read_text() == page, "run UPIPE_WRITE_DOCS=1 pytest tests/test_every_family.py and commit the page"

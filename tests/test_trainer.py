@@ -1,0 +1,210 @@
+"""Transformers' Trainer and a loop with Accelerate, as people write them: the key in the ds_config is all that is new.
+
+Reference is the same script without the key, which is plain ALST Ulysses, at the same ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models import make_model
+from tests.ranks import run_ranks
+from tests.test_deepspeed import UPIPE, ds_config, forget_ulysses
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("accelerate")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+LR, SEQ = 1e-3, 32
+
+
+def _data(count: int) -> list[dict[str, torch.Tensor]]:
+    """Sequences of which one has no labels in its first half, so that a rank has far fewer than the other."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(0, 64, (SEQ,), generator=generator)
+        labels = ids.clone()
+        if i % 2:
+            labels[: SEQ // 2 - 1] = -100
+        mask = torch.ones(SEQ, dtype=torch.long)
+        rows.append({"input_ids": ids, "labels": labels, "position_ids": torch.arange(SEQ), "attention_mask": mask})
+    return rows
+
+
+def _on_cpu() -> None:
+    """What ``accelerate launch --use_deepspeed`` sets up, but for the backend it would take on a GPU."""
+    import deepspeed_plugin
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(backend="gloo")
+    forget_ulysses()
+    deepspeed_plugin.register()
+
+
+def _parallelism():
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
+
+
+def _trainer(stage: int, extra: dict, folder: Path, **options):
+    from transformers import Trainer, TrainingArguments
+
+    _on_cpu()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_on_start=True,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        deepspeed=ds_config(stage, gradient_accumulation_steps=2, **extra),
+        accelerator_config={"use_configured_state": True},
+        parallelism_config=_parallelism(),
+        **options,
+    )
+    return Trainer(model=make_model("llama"), args=arguments, train_dataset=_data(8), eval_dataset=_data(2))
+
+
+def _history(trainer) -> list[float]:
+    """Every logged loss, gradient norm and evaluation loss, in order."""
+    kept = ("loss", "grad_norm", "eval_loss")
+    return [float(entry[key]) for entry in trainer.state.log_history for key in kept if key in entry]
+
+
+def _train(folder: str) -> dict[str, dict]:
+    runs = {}
+    for stage in (1, 2, 3):
+        for name, extra, options in [
+            ("ulysses", {}, {}),
+            ("upipe", UPIPE, {}),
+            ("fused", {"upipe": {"chunk_heads": 2, "memory": "fused"}}, {}),
+            (
+                "checkpointed",
+                UPIPE,
+                {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            ),
+        ]:
+            where = Path(folder) / f"{name}-{stage}"
+            trainer = _trainer(stage, extra, where, **options)
+            trainer.train()
+            assert (trainer.model_wrapped.upipe is not None) == bool(extra)
+            result = {"history": _history(trainer), "files": sorted(p.name for p in where.iterdir())}
+            if not options:
+                # ALST's data loader can't skip batches, with or without UPipe: a resumed run sees the first again.
+                again = _trainer(stage, extra, where, ignore_data_skip=True)
+                again.train(resume_from_checkpoint=str(where / "checkpoint-2"))
+                result["resumed"] = _history(again)
+            runs[f"{stage} {name}"] = result
+    forget_ulysses()
+    plain = make_model("llama").eval()
+    with torch.no_grad():
+        losses = [plain(**{name: t[None] for name, t in row.items()}).loss for row in _data(2)]
+    runs["single process"] = float(sum(losses)) / len(losses)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_ranks(2, _train, str(tmp_path_factory.mktemp("trainer")), seconds=500)
+
+
+def _close(got: list[float], wanted: list[float]) -> bool:
+    # Adam's first steps divide by the root of tiny squares, so rounding grows from step to step.
+    return len(got) == len(wanted) and got == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_trainer_logs_what_it_logs_with_plain_ulysses(runs):
+    """Training losses, gradient norms and evaluation losses of 4 steps, of 2 micro-batches each."""
+    for by_run in runs:
+        for run, result in by_run.items():
+            if run != "single process":
+                wanted = by_run[f"{run.split()[0]} ulysses"]["history"]
+                assert len(wanted) == 1 + 4 * 2 + 2
+                assert _close(result["history"], wanted), run
+
+
+def test_the_trainer_saves_and_resumes(runs):
+    for by_run in runs:
+        for stage in (1, 2, 3):
+            results = {name: by_run[f"{stage} {name}"] for name in ("ulysses", "upipe", "fused")}
+            for name, result in results.items():
+                assert result["files"] == ["checkpoint-2", "checkpoint-4"]
+                assert _close(result["resumed"], results["ulysses"]["resumed"]), name
+                # Up to the checkpoint the history is what was saved; from there on it goes on, not from the start.
+                assert result["resumed"][:6] == result["history"][:6]
+                assert result["resumed"][6] < result["history"][1]
+
+
+def test_evaluation_is_that_of_the_whole_sequence(runs):
+    for by_run in runs:
+        for run, result in by_run.items():
+            if run != "single process":
+                assert result["history"][0] == pytest.approx(by_run["single process"], rel=1e-5), run
+
+
+def _loop() -> dict[str, list[float]]:
+    """The loop of Accelerate's documentation on sequence parallelism."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    losses = {}
+    for stage in (1, 3):
+        for name, extra in {"ulysses": {}, "upipe": UPIPE}.items():
+            _on_cpu()
+            config = ds_config(stage, **extra)
+            del config["optimizer"]
+            plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_allow_untested_optimizer": True})
+            accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=_parallelism())
+            model = make_model("llama")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+            loader = DataLoader(_data(4), batch_size=1)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            assert (model.upipe is not None) == bool(extra)
+            group = model.seq_parallel_group
+            rows, got = [], []
+            for batch in loader:
+                shift_labels = batch.pop("shift_labels")
+                rows.append(shift_labels.shape[1])
+                logits = model(**batch).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
+                counted = (shift_labels != -100).sum()
+                every = torch.distributed.nn.functional.all_gather(loss, group=group)
+                counts = torch.distributed.nn.functional.all_gather(counted, group=group)
+                mean = sum(every) / sum(counts)
+                accelerator.backward(mean)
+                optimizer.step()
+                optimizer.zero_grad()
+                got += [float(mean.detach()), float(model.get_global_grad_norm())]
+            assert set(rows) == {SEQ // 2}  # cut once
+            losses[f"{stage} {name}"] = got
+    return losses
+
+
+def test_a_loop_with_accelerate_computes_what_it_computes_with_plain_ulysses():
+    for losses in run_ranks(2, _loop):
+        for stage in (1, 3):
+            assert len(losses[f"{stage} ulysses"]) == 4 * 2
+            assert losses[f"{stage} upipe"] == pytest.approx(losses[f"{stage} ulysses"], rel=1e-4)

@@ -1,0 +1,119 @@
+"""A tiny random model of every causal-LM family in the installed Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Model type to model class."""
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, WINDOW = 2, 64, 8, 4, 8, 64, 6
+
+# Set where a configuration has the key.
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd"), HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers",), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), HEADS),
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 3.0,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout"), 0.0
+    ),
+    **dict.fromkeys(("embedding_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0.0),
+    **dict.fromkeys(("activation_dropout", "attention_probs_dropout"), 0.0),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+# Where a family needs something else to be built at this size.
+_ALSO: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": KV_HEADS}},
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{family: {"num_key_value_heads": HEADS} for family in ("dots3_note", "dots3_note_text")},
+    **{family: {"num_kv_shared_layers": 0} for family in ("gemma3n", "gemma3n_text")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **{family: {"layer_rope_theta": [1e4, 0.0]} for family in ("granite_swa", "granitemoe_swa")},
+    "hunyuan_v1_moe": {"moe_topk": 2},  # with 1 the gradient of the gate is nothing but rounding
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 16},
+    # Positions beyond the original length, where the factor on queries is not 1.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32)},
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# What a family's default configuration can't be built without.
+_DEFAULT: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
+}
+
+
+def tiny_config(family: str) -> Any:
+    """The configuration of a model of `family`; of its text part, for families that have others."""
+    config_class = CONFIG_MAPPING[family]
+    default = config_class(**_DEFAULT.get(family, {}))
+    text = default.get_text_config(decoder=True)
+    if type(text) is not type(default):
+        config_class, default = type(text), text
+    there = set(default.to_dict())
+    settings = {key: value for key, value in _SMALL.items() if key in there}
+    both = ["sliding_attention", "full_attention"]
+    if set(getattr(default, "layer_types", None) or ()) == set(both):
+        settings["layer_types"] = both
+    elif "layer_types" in there:
+        settings["layer_types"] = None
+    # The plain implementation is there for every family, and knows softcaps and sinks.
+    settings |= {"attn_implementation": "eager", "experts_implementation": "eager", **_ALSO.get(family, {})}
+    return config_class(**settings)
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    """A model of `family` on the current default device, with weights that make attention far from uniform."""
+    config = tiny_config(family)
+    model_class = getattr(transformers, FAMILIES[family])
+    if not isinstance(config, model_class.config_class):
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            continue
+        noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+        with torch.no_grad():
+            if "norm" in name and parameter.dim() == 1:
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(noise * (0.3 if parameter.dim() == 1 else 2 / parameter.shape[-1] ** 0.5))
+    return model
