@@ -55,9 +55,5 @@ def _import_with(plugin: str, host_module: str) -> None:
 
 def _say_it_is_off(plugin: str, error: Exception) -> None:
     logging.getLogger(__name__).warning(
-        "UPipe is not turned on by configuration alone (%s: %s). Install wrapt, or `import %s` before the model is "
-        "built.",
-        type(error).__name__,
-        error,
-        plugin,
+        "%s is not turned on by configuration alone (%s: %s). Install wrapt.", plugin, type(error).__name__, error
     )

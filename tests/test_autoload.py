@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import free_port
+from tests.test_megatron_arguments import MODEL, UPIPE, needs_training
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,8 +90,8 @@ print(torch.ones(2).sum())
 """
     printed = _python(blocked, installed)
     assert "tensor(2.)" in printed
-    assert "UPipe is not turned on by configuration alone (ModuleNotFoundError: " in printed
-    assert "or `import deepspeed_plugin` before the model is built" in printed
+    for plugin in ("deepspeed_plugin", "megatron_patch"):
+        assert f"{plugin} is not turned on by configuration alone (ModuleNotFoundError: " in printed
 
 
 def test_info_says_what_is_on(installed):
@@ -98,8 +99,19 @@ def test_info_says_what_is_on(installed):
         printed = _run([sys.executable, "-m", "upipe_integrations.cli", "info"], installed, **environment)
         return next(line for line in printed.splitlines() if line.startswith("autoload"))
 
-    assert line().split(None, 1)[1] == "on for deepspeed: the configuration key is enough"
-    assert "off for deepspeed: TORCH_DEVICE_BACKEND_AUTOLOAD is set" in line(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert line().split(None, 1)[1] == "on for deepspeed, megatron: configuration is enough"
+    off = line(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "off for deepspeed, megatron: TORCH_DEVICE_BACKEND_AUTOLOAD is set" in off
+
+
+@needs_training
+def test_megatrons_arguments_are_there_in_an_unmodified_script(installed):
+    script = installed / "pretrain.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_args\nprint('RESULT', parse_args().upipe_chunk_heads)\n"
+    )
+    words = [sys.executable, str(script), *MODEL, *UPIPE, "--upipe-chunk-heads", "8"]
+    assert "RESULT 8" in _run(words, installed)
 
 
 def _script(installed: Path, first: str = "torch") -> Path:

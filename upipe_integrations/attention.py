@@ -165,11 +165,6 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
     for name, heads in wanted.items():
         projection = getattr(projections, name)
         shape, expected = tuple(projection.weight.shape), (heads * projection.head_dim, x.shape[2])
-        if projection.accumulate_into is not None and torch.compiler.is_compiling():
-            raise ValueError(
-                f"{name} accumulate_into in compiled code: a graph can't add to a tensor it does not return. Leave "
-                "it out, or compile around the attention layer."
-            )
         if projection.places is not None:
             _check_places(name, projection, heads)
             expected = (shape[0], x.shape[2])
@@ -284,11 +279,16 @@ def _check_blocks(call: Call, rows: int) -> None:
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
     """The call through autograd: by its operator in compiled code and where the mode asks for it, else directly."""
     tensors = call.sources.tensors()
-    if call.mode.operator or torch.compiler.is_compiling():
+    by_operator = not call.sources.accumulate if torch.compiler.is_compiling() else call.mode.operator
+    if by_operator:
         return attention_operator(call.without_tensors(), [x, sinks, *tensors])
-    result: Tensor = _UPipeAttention.apply(  # type: ignore[no-untyped-call]
-        call.without_tensors(), x, sinks, *tensors
-    )
+    return _apply_directly(call.without_tensors(), x, sinks, *tensors)
+
+
+# torch.compiler.disable, without importing the compiler: a graph can't add to the caller's weight gradients.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _apply_directly(call: Call, x: Tensor | None, sinks: Tensor | None, *tensors: Tensor | None) -> Tensor:
+    result: Tensor = _UPipeAttention.apply(call, x, sinks, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

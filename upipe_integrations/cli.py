@@ -206,7 +206,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _autoload() -> str:
-    """Which hosts a configuration key alone turns UPipe on for, and why it doesn't where it doesn't."""
+    """Which hosts' configuration alone turns UPipe on, and why it doesn't where it doesn't."""
     points = importlib.metadata.entry_points(group="torch.backends")
     hosts = ", ".join(sorted({point.attr for point in points if point.module == "upipe_autoload"}))
     if not hosts:
@@ -215,7 +215,7 @@ def _autoload() -> str:
         return f"off for {hosts}: TORCH_DEVICE_BACKEND_AUTOLOAD is set; import the plugin in your script"
     if importlib.util.find_spec("wrapt") is None:
         return f"off for {hosts}: wrapt is not installed"
-    return f"on for {hosts}: the configuration key is enough"
+    return f"on for {hosts}: configuration is enough"
 
 
 def _version(distribution: str) -> str | None:

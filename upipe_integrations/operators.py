@@ -110,12 +110,17 @@ def _gradients(
 
 @_attention_backward.register_fake
 def _(grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int) -> list[Tensor]:
-    x, *_ = _PREPARED[call].inputs(tensors)
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format if t is x else torch.preserve_format)
-        for t, want in zip(tensors, wanted, strict=True)
-        if want
-    ]
+    prepared = _PREPARED[call]
+    x, *_ = prepared.inputs(tensors)
+    rows_first = group_ranks(prepared.call.x_group) > 1
+
+    def like(t: Tensor) -> Tensor:
+        if t is not x:
+            return torch.empty_like(t)
+        B, L, E = t.shape
+        return t.new_empty(L, B, E).transpose(0, 1) if rows_first else t.new_empty(B, L, E)
+
+    return [like(t) for t, want in zip(tensors, wanted, strict=True) if want]
 
 
 def _autograd_there() -> Any:

@@ -67,6 +67,12 @@ class Sources:
         of_output = [] if self.output is None else self.output.tensors()
         return [*self.listed(self.q.tensors(), self.k.tensors(), self.v.tensors()), *of_output]
 
+    @property
+    def accumulate(self) -> bool:
+        """Whether a weight's gradient is added to a tensor of the caller's."""
+        read = [p for p in (self.q, self.k, self.v, self.output) if isinstance(p, Projection | OutputProjection)]
+        return any(p.accumulate_into is not None for p in read)
+
     def listed(self, q: list[Tensor | None], k: list[Tensor | None], v: list[Tensor | None]) -> list[Tensor | None]:
         """What belongs to each projection's tensors, in the order of :meth:`tensors`."""
         shared = _SHARED if self.fused else 0
