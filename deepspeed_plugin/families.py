@@ -7,6 +7,7 @@ docs/families.md lists every family.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -217,14 +218,14 @@ class AttentionFacts:
         """What the layer computes."""
         return AttentionSpec(scale=self.scale, window=self.window, softcap=self.softcap, documents=documents)
 
-    def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of q, k and v; views of a fused one."""
+    def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None, tuple[int, ...] | None]]:
+        """Weight and bias of q, k and v, and where their heads are in them (``Projection.places``)."""
         if self.family.fused is None:
-            return [(linear.weight, linear.bias) for linear in (getattr(module, name) for name in self.family.inputs)]
+            linears = [getattr(module, name) for name in self.family.inputs]
+            return [(linear.weight, linear.bias, None) for linear in linears]
         linear = getattr(module, self.family.fused)
-        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        biases = [None] * 3 if linear.bias is None else linear.bias.split(sizes)
-        return list(zip(linear.weight.split(sizes), biases, strict=True))
+        ends = [0, *itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))]
+        return [(linear.weight, linear.bias, tuple(range(first, end))) for first, end in itertools.pairwise(ends)]
 
     def finish(self, module: nn.Module, x: Tensor, attended: Tensor, mode: Mode) -> Tensor:
         """The module's output from what was attended (where `mode` fuses it: from what was projected)."""

@@ -115,7 +115,7 @@ class StagedAttention(nn.Module):
         projections = AttentionProjections(
             self._projection(hidden_states, *q, family.norms[0], _scaled_tables(tables, query_factor)),
             self._projection(hidden_states, *k, family.norms[1], tables),
-            Projection(v[0], facts.head_dim, v[1]),
+            Projection(v[0], facts.head_dim, v[1], places=v[2]),
         )
         output: Any = getattr(attention, family.output)
         return upipe_attention(
@@ -131,7 +131,13 @@ class StagedAttention(nn.Module):
         )
 
     def _projection(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_name: str, tables: tuple[Tensor, Tensor] | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        places: tuple[int, ...] | None,
+        norm_name: str,
+        tables: tuple[Tensor, Tensor] | None,
     ) -> Projection:
         facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
         normalise = None
@@ -141,10 +147,12 @@ class StagedAttention(nn.Module):
         elif norm is not None:
             normalise = HeadFunction.of_module(norm)
         if tables is None or facts.rotary is None:
-            return Projection(weight, facts.head_dim, bias, normalise, None if tables is None else RotateHalf(*tables))
+            rotary = None if tables is None else RotateHalf(*tables)
+            return Projection(weight, facts.head_dim, bias, normalise, rotary, places)
         rotate = HeadFunction(facts.rotary, tables, by_row=(0, 1))
         steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
-        return Projection(weight, facts.head_dim, bias, _composed([step for step in steps if step is not None]))
+        function = _composed([step for step in steps if step is not None])
+        return Projection(weight, facts.head_dim, bias, function, places=places)
 
 
 def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
