@@ -332,3 +332,39 @@ def test_norm_inside_linear_qkv():
         error, name = largest_error(result, references[kinds.index(tuple(kind))])
         assert error < 1e-10, (case, kind, name, error)
         assert any("layer_norm_weight" in key for key in result)
+
+
+# ---------------------------------------------------------------- other precision, other lengths
+
+
+def test_float32():
+    """As models are trained on CPUs: equal to rounding, whatever the split."""
+    plain = {"dtype": torch.float32, "config": {"qk_layernorm": True}}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    cases = {mode: Case(cp=4, upipe=options, **plain) for mode, options in MEMORY.items()}
+    cases["tp 2 x cp 2"] = Case(tp=2, cp=2, **plain)
+    cases["tp 2 + sp x cp 2"] = Case(tp=2, cp=2, sp=True, upipe=MEMORY["fused"], **plain)
+    cases["full recompute"] = Case(cp=4, dtype=torch.float32, config=full)
+    assert_equal(4, cases, 1e-5)
+
+
+def _own_lengths(lengths: tuple[int, int]) -> tuple[int, dict[str, torch.Tensor]]:
+    from tests.megatron_cpu import use_cpu
+
+    use_cpu()
+    case = Case(cp=2)
+    start(case)
+    from megatron.core import parallel_state
+
+    length = lengths[parallel_state.get_data_parallel_rank()]
+    return length, _run(dataclasses.replace(case, length=length), upipe=True)
+
+
+def test_data_parallel_ranks_of_other_lengths():
+    """Public faults 26 and 30: two data-parallel ranks of two, each with its own batch and as many exchanges."""
+    lengths = (32, 16)
+    references = dict(zip(lengths, run_ranks(1, _results, [Case(length=n) for n in lengths], False)[0], strict=True))
+    results = run_ranks(4, _own_lengths, lengths)
+    assert sorted(length for length, _ in results) == [16, 16, 32, 32]
+    for length, result in results:
+        assert largest_error(result, references[length])[0] < 1e-10
