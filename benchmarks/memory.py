@@ -26,7 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ulysses import ulysses_heads
 
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations.measure import FlashWorkspace, LiveMemory
+from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
 
 

@@ -21,7 +21,8 @@ from upipe_integrations import (
     upipe_attention,
     upipe_attention_qkv,
 )
-from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations.measure import FlashWorkspace, LiveMemory
+from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 
 RANKS = 8
 TOKENS = 1 << 20

@@ -7,15 +7,17 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from upipe_integrations.check import Case, Finding, check
-from upipe_integrations.kernels import KERNELS, AttentionSpec, KernelRequest, select_kernel
-from upipe_integrations.layout import Layout
+from upipe_integrations.config import KERNEL_NAMES
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from upipe_integrations.check import Case, Finding
+
+# What needs torch is imported in the commands that need it: torch takes seconds to import.
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
 _HOSTS = ("deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4")
 
@@ -64,8 +66,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how = parser.add_argument_group("how it runs")
     how.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default: %(default)s)")
     how.add_argument("--chunk-heads", type=int, metavar="N", help="query heads per stage (default: as --ranks)")
-    how.add_argument("--kernel", choices=("auto", *KERNELS), default="auto", help="default: %(default)s")
-    how.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float64 on CPUs, bfloat16 on GPUs")
+    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="default: %(default)s")
+    how.add_argument("--dtype", choices=_DTYPES, help="default: float64 on CPUs, bfloat16 on GPUs")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank finds a GPU")
     how.add_argument("--layout", choices=_LAYOUTS, default="contiguous", help="rows of a rank (default: %(default)s)")
     how.add_argument("--memory", choices=MEMORY, default="keep", help="what is kept (default: %(default)s)")
@@ -85,6 +87,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _check(options: argparse.Namespace) -> int:
+    from upipe_integrations.check import check
+    from upipe_integrations.kernels import select_kernel
+
     case = _case(options)
     kernel = select_kernel(case.kernel, case.request())
     features = ", ".join(case.request().features())
@@ -111,6 +116,12 @@ def _check(options: argparse.Namespace) -> int:
 
 def _case(options: argparse.Namespace) -> Case:
     """The case the options describe; raises ValueError."""
+    import torch
+
+    from upipe_integrations.check import Case
+    from upipe_integrations.kernels import AttentionSpec
+    from upipe_integrations.layout import Layout
+
     documents = _documents(options.packed, options.seq_len)
     if options.layout == "packed-zigzag" and documents is None:
         raise ValueError("--layout packed-zigzag: needs --packed, the lengths of the documents.")
@@ -130,7 +141,7 @@ def _case(options: argparse.Namespace) -> Case:
         value_dim=options.value_dim,
         batch=options.batch,
         kernel=options.kernel,
-        dtype=_DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float64")],
+        dtype=getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float64")),
         device=device,
         spec=AttentionSpec(
             causal=not options.full,
@@ -181,6 +192,10 @@ def _table(findings: list[Finding]) -> str:
 
 
 def _info(options: argparse.Namespace) -> int:
+    import torch
+
+    from upipe_integrations.kernels import KERNELS, KernelRequest, select_kernel
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows = [
         ("upipe-integrations", _version("upipe-integrations") or "not installed (running from a checkout)"),

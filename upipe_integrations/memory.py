@@ -1,4 +1,4 @@
-"""Peak memory of one attention layer: closed forms, and the instrument that checks them.
+"""Peak memory of one attention layer in closed forms: arithmetic alone, so no torch. ``measure`` checks them.
 
 Unit: one `[B, S, D]` tensor of the compute dtype, u = B * S * D * itemsize bytes (256 MiB at one million
 tokens, batch 1, D = 128, bf16). Counted: everything an attention layer allocates on one rank between its
@@ -11,24 +11,12 @@ units, kappa KV heads and n query heads per KV head are one rank's in one stage.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
-from upipe_integrations.mode import Mode
-from upipe_integrations.projection import PRODUCT_PIECES
+from upipe_integrations.mode import PRODUCT_PIECES, Mode
 from upipe_integrations.schedule import Schedule, Stage
 
-# The CUDA caching allocator rounds blocks up to this.
-_BLOCK_BYTES = 512
 _LSE_BYTES = 4
 
 
@@ -100,7 +88,7 @@ class _StageSizes:
 
 
 def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
-    wide = 2 if mode.y_sum_dtype(torch.bfloat16, len(stages)) == torch.float32 else 1
+    wide = 2 if mode.sums_y_exactly(len(stages)) else 1
     result = chi * wide if mode.fuses_output else h
     peak = 0.0
     if mode.fuses_output and wide == 2:  # y is rounded into a tensor of its own at the end
@@ -143,89 +131,3 @@ def _per_rank(layer: LayerShape, ranks: int) -> tuple[float, float, float]:
         max(layer.kv_heads / ranks, 1.0),
         layer.hidden_size / (ranks * layer.head_dim),
     )
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts bytes of live tensor storages that are made while it is active; exact.
-
-    Works on real and on fake tensors; repeatable on fake ones (with real collectives a worker thread may hold
-    a buffer a moment longer). A storage that was there before counts from its first use: use inputs once
-    before the baseline is read. ``current`` and ``peak`` are in bytes, blocks rounded as the CUDA
-    caching allocator does. What a kernel allocates and frees inside one operator is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0
-        self.peak = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
-        self.peak = max(self.peak, self.current)
-        return result
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
-        self.peak = self.current
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
-        if size == 0 or key in self._live:
-            return
-        self._live[key] = size
-        self.current += size
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.current -= self._live.pop(key)
-
-
-class FlashWorkspace(TorchCudaFlash):
-    """PyTorch's CUDA flash kernel that also allocates, visibly, what FlashAttention 2's backward does inside.
-
-    For measuring with :class:`LiveMemory` on fake tensors: fp32 dq, the row sums, and under GQA dk and dv
-    expanded to query heads (``mha_bwd`` in flash-attention's ``flash_api.cpp``).
-    """
-
-    def refusal(self, request: KernelRequest) -> str | None:
-        """None: fake tensors need no GPU."""
-        return None
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        workspace = _flash_workspace(q, k)
-        grads = super().backward(dout, q, k, v, out, lse, spec)
-        del workspace
-        return grads
-
-    def backward_block(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        spec: AttentionSpec,
-        start: int,
-        first_key: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
-        workspace = _flash_workspace(tensors[1], tensors[2])
-        grads = super().backward_block(tensors, spec, start, first_key)
-        del workspace
-        return grads
-
-
-def _flash_workspace(q: Tensor, k: Tensor) -> list[Tensor]:
-    """What FlashAttention 2's backward allocates beside its results."""
-    workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
-    if q.shape[1] != k.shape[1]:
-        expanded = (q.shape[0], q.shape[1], k.shape[2], q.shape[3])
-        workspace += [q.new_empty(expanded), q.new_empty(expanded)]
-    return workspace

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
+from upipe_integrations.mode import PRODUCT_PIECES
 from upipe_integrations.schedule import HeadChunk
 
-PRODUCT_PIECES = 64
-"""Pieces in which a product is added to a sum of a wider dtype: fewer where they would be small."""
 _ROWS_OF_PIECE = 1024
 _DEPTH_OF_PIECE = 256
 
