@@ -1,16 +1,21 @@
-"""The ``upipe`` command: ``upipe check`` proves a layer on this machine, ``upipe info`` says what is here."""
+"""The ``upipe`` command: plan memory, prove a layer on this machine, say what is here."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import platform
+import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from upipe_integrations.config import KERNEL_NAMES
+from upipe_integrations.config import KERNEL_NAMES, closest
 from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.models import PRESETS, find_model
+from upipe_integrations.plan import CHECKPOINTING, HOSTS, OFFLOAD, Plan, Setup
+from upipe_integrations.plan_report import as_dict, plot, text
 
 if TYPE_CHECKING:
     from upipe_integrations.check import Case, Finding
@@ -20,6 +25,13 @@ if TYPE_CHECKING:
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
 _HOSTS = ("deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong words are one line, as every other error is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="upipe", description=(__doc__ or "").split(":")[0])
+    parser = _Parser(prog="upipe", description="Head-chunked context-parallel attention (UPipe): plan it, prove it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
     _add_check(commands)
     info = commands.add_parser(
         "info",
@@ -45,7 +58,98 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="memory of one GPU by method and length, what fits, and the settings for it",
+        description="Memory of one GPU in a training step under ring attention, Ulysses, ALST and UPipe: by component, "
+        "what fits, the longest sequence of each, and settings to paste. Arithmetic: no GPU, nothing is run.",
+        epilog="example: upipe plan llama3-8b --ranks 8 --gpu-memory 80 --seq-len 1M,5M --tiled-mlp --tiled-loss "
+        "--offload activations. Lengths: K is 1024 and M 1024 * 1024 tokens, so 5M is 5242880; 5000000 is taken as it "
+        f"is. Presets: {', '.join(PRESETS)}.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a preset, a config.json or its folder, or a downloaded model")
+    parser.add_argument("--seq-len", default="1M", metavar="A,B,...", help="lengths in tokens (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw memory against tokens; needs matplotlib")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--ranks", type=int, default=8, metavar="N", help="GPUs that share a sequence (default: 8)")
+    machine.add_argument("--gpu-memory", type=float, default=80, metavar="GIB", help="of one GPU (default: 80)")
+    machine.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    machine.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    machine.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
+    stack = parser.add_argument_group("what is switched on")
+    stack.add_argument("--host", choices=HOSTS, default="deepspeed", help="whose accounting (default: %(default)s)")
+    stack.add_argument(
+        "--zero", type=int, choices=range(4), help="default: 3; of Megatron 1, its distributed optimizer"
+    )
+    stack.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        default="full",
+        help="of activations; selective keeps attention's result beside a layer's input (default: %(default)s)",
+    )
+    stack.add_argument("--offload", metavar="A,B", help=f"to host memory: {', '.join(OFFLOAD)}")
+    stack.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles of rows")
+    stack.add_argument("--tiled-loss", action="store_true", help="logits of some rows at a time")
+    upipe = parser.add_argument_group("UPipe")
+    upipe.add_argument("--chunk-heads", metavar="A,B", help="query heads per stage (default: ranks, and twice them)")
+    upipe.add_argument("--memory", metavar="A,B", help=f"memory modes: {', '.join(MEMORY)} (default: all)")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    setup = Setup(
+        ranks=options.ranks,
+        gpu_memory=options.gpu_memory,
+        host=options.host,
+        zero=(1 if options.host == "megatron" else 3) if options.zero is None else options.zero,
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        checkpointing=options.checkpointing,
+        offload=_words("--offload", options.offload, OFFLOAD) if options.offload else (),
+        tiled_mlp=options.tiled_mlp,
+        tiled_loss=options.tiled_loss,
+    )
+    lengths = [_size("--seq-len", part) for part in options.seq_len.split(",")]
+    plan = Plan(
+        find_model(options.model),
+        setup,
+        chunk_heads=_numbers("--chunk-heads", options.chunk_heads) if options.chunk_heads else None,
+        memory=_words("--memory", options.memory, MEMORY) if options.memory else MEMORY,
+    )
+    print(json.dumps(as_dict(plan, lengths), indent=1) if options.json else text(plan, lengths))
+    if options.plot:
+        plot(plan, lengths, options.plot)
+    return 0
+
+
+def _size(option: str, word: str) -> int:
+    """Tokens from ``5M``, ``1.5M``, ``128K`` or ``5000000``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", word.strip())
+    tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{option} {word}: must be tokens such as 128K, 5M (5 * 2**20) or 5000000.")
+    return int(tokens)
+
+
+def _numbers(option: str, words: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {words}: must be numbers such as 8 or 8,16.") from None
+
+
+def _words(option: str, words: str, known: Sequence[str]) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
+    for word in found:
+        if word not in known:
+            raise ValueError(f"{option} {word}: no such word{closest(word, known)}. Known: {', '.join(known)}.")
+    return found
+
+
+def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "check",
         help="prove one attention layer on several ranks against one process",

@@ -7,18 +7,95 @@ and no memory are needed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from upipe_integrations.attention import AttentionProjections, upipe_attention
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
+from upipe_integrations.memory import LayerShape, PeakUnits
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import OutputProjection, Projection, RotateHalf
+from upipe_integrations.schedule import Schedule
 
 # The CUDA caching allocator rounds blocks up to this.
 _BLOCK_BYTES = 512
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """A default process group of `ranks` ranks of which this process is the first, and the others are not there.
+
+    Raises:
+        RuntimeError: the process has a default group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group: measure in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measured_peak(
+    shape: LayerShape, tokens: int, attention: Callable[..., Tensor], *, fuses_output: bool = False
+) -> PeakUnits:
+    """Peaks of one layer on one rank of the default group, in bfloat16, all weight gradients included.
+
+    Args:
+        shape: the layer.
+        tokens: of the whole sequence.
+        attention: `(x, wq, wk, wv, wo, cos, sin)` to the attended heads `[1, L, H * D]`; their output projection
+            is run here, by autograd, for the training peak alone.
+        fuses_output: `attention` returns y `[1, L, E]` itself.
+    """
+    H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
+    L = tokens // dist.get_world_size()
+    unit = tokens * D * torch.bfloat16.itemsize
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live:
+        sizes = ((1, L, E), (H * D, E), (K * D, E), (K * D, E), (E, H * D), (1, L, D), (1, L, D))
+        tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+        for leaf in tensors[:5]:
+            leaf.requires_grad_()
+        before = live.current
+        with torch.no_grad():
+            live.reset_peak()
+            attention(*tensors)
+            forward = live.peak - before
+        y = attention(*tensors)
+        if not fuses_output:
+            y = F.linear(y, tensors[4])
+        dy = torch.empty_like(y)
+        edge = torch.autograd.graph.get_gradient_edge(y)
+        del y
+        live.reset_peak()
+        torch.autograd.backward(edge, dy)
+        return PeakUnits(forward / unit, (live.peak - before) / unit)
+
+
+def measured_upipe_peak(shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int) -> PeakUnits:
+    """:func:`measured_peak` of the engine."""
+
+    def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        D, rotary = shape.head_dim, RotateHalf(cos, sin)
+        projections = AttentionProjections(
+            Projection(wq, D, rotary=rotary), Projection(wk, D, rotary=rotary), Projection(wv, D)
+        )
+        output = OutputProjection(wo) if mode.fuses_output else None
+        kernel = FlashWorkspace()
+        return upipe_attention(x, projections, schedule, dist.group.WORLD, kernel, output=output, mode=mode)
+
+    return measured_peak(shape, tokens, attention, fuses_output=mode.fuses_output)
 
 
 class LiveMemory(TorchDispatchMode):

@@ -54,6 +54,20 @@ def ulysses_peak(layer: LayerShape, ranks: int, *, one_pass_rotary: bool = False
     return PeakUnits(forward, training)
 
 
+def ring_peak(layer: LayerShape, ranks: int) -> PeakUnits:
+    """Closed form for ring attention over rows, causal and balanced (zigzag), as ``ring-flash-attention`` writes it.
+
+    Every rank keeps all heads of its rows and KV travels. Forward: q, K, V, the K and V that arrive, the output in
+    float32 and a block's. Backward, for chi of the incoming gradient and q, out, dout (3h), K, V and those that arrive
+    (4k): the results of a block (h + 2k), sums in float32 of dq (2h) and of dK, dV, which travel too (8k), and
+    FlashAttention's float32 dq (h) and expanded dK, dV under GQA (h), for half of the rows.
+    """
+    h, chi = layer.heads / ranks, layer.hidden_size / (ranks * layer.head_dim)
+    k = layer.kv_heads / ranks
+    training = chi + 3 * h + 4 * k + (h + 2 * k) + 2 * h + 8 * k + h + (h if h != k else 0)
+    return PeakUnits(h + 4 * k + 2 * h + h, training)
+
+
 def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) -> PeakUnits:
     """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass."""
     mode = mode or Mode()
