@@ -15,7 +15,7 @@ from upipe_integrations.config import KERNEL_NAMES, closest
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 from upipe_integrations.models import PRESETS, find_model
 from upipe_integrations.plan import CHECKPOINTING, HOSTS, OFFLOAD, Plan, Setup
-from upipe_integrations.plan_report import as_dict, plot, text
+from upipe_integrations.plan_report import as_dict, plot, text, trace_table
 
 if TYPE_CHECKING:
     from upipe_integrations.check import Case, Finding
@@ -63,7 +63,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         "plan",
         help="memory of one GPU by method and length, what fits, and the settings for it",
         description="Memory of one GPU in a training step under ring attention, Ulysses, ALST and UPipe: by component, "
-        "what fits, the longest sequence of each, and settings to paste. Arithmetic: no GPU, nothing is run.",
+        "what fits, the longest sequence of each, and settings to paste. Arithmetic: nothing runs, no GPU is needed.",
         epilog="example: upipe plan llama3-8b --ranks 8 --gpu-memory 80 --seq-len 1M,5M --tiled-mlp --tiled-loss "
         "--offload activations. Lengths: K is 1024 and M 1024 * 1024 tokens, so 5M is 5242880; 5000000 is taken as it "
         f"is. Presets: {', '.join(PRESETS)}.",
@@ -72,6 +72,11 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--seq-len", default="1M", metavar="A,B,...", help="lengths in tokens (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against tokens; needs matplotlib")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="measure UPipe's attention through the engine on fake tensors; needs no GPU",
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--ranks", type=int, default=8, metavar="N", help="GPUs that share a sequence (default: 8)")
     machine.add_argument("--gpu-memory", type=float, default=80, metavar="GIB", help="of one GPU (default: 80)")
@@ -119,7 +124,12 @@ def _plan(options: argparse.Namespace) -> int:
         chunk_heads=_numbers("--chunk-heads", options.chunk_heads) if options.chunk_heads else None,
         memory=_words("--memory", options.memory, MEMORY) if options.memory else MEMORY,
     )
-    print(json.dumps(as_dict(plan, lengths), indent=1) if options.json else text(plan, lengths))
+    if options.json:
+        print(json.dumps(as_dict(plan, lengths, plan.trace(lengths) if options.trace else ()), indent=1))
+    else:
+        print(text(plan, lengths), flush=True)
+        if options.trace:
+            print(f"\n{trace_table(plan.trace(lengths))}")
     if options.plot:
         plot(plan, lengths, options.plot)
     return 0

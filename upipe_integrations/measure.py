@@ -40,7 +40,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("this process has a process group: measure in a process of its own.")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:

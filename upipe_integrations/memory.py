@@ -80,21 +80,41 @@ def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) 
     return PeakUnits(_forward_peak(stages, mode, h, chi, lse), _training_peak(stages, mode, h, chi, schedule.ranks))
 
 
+def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: Mode) -> float:
+    """Gradients of the layer's four weights in units, which :func:`upipe_peak` leaves out: length adds nothing.
+
+    In ``"blocks"`` a stage's rows of two of them are in float32 besides.
+    """
+    rows = 2 * (layer.heads + layer.kv_heads) + (4 * schedule.chunk_heads if mode.blocks > 1 else 0)
+    return rows * layer.hidden_size / tokens
+
+
 @dataclass(frozen=True)
 class _StageSizes:
-    """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap)."""
+    """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap).
+
+    ``paired``: on some rank the groups are uneven, so that the kernel is given a KV head per query head.
+    """
 
     q: int
     kappa: int
     opens_kv: bool
     closes_kv: bool
+    paired: bool
     next_q: int
     next_kappa: int
 
     @classmethod
     def of(cls, stage: Stage, after: Stage | None) -> _StageSizes:
         next_q, next_kappa = (0, 0) if after is None else (after.q.per_rank, after.kv.per_rank * after.opens_kv)
-        return cls(stage.q.per_rank, stage.kv.per_rank, stage.opens_kv, stage.closes_kv, next_q, next_kappa)
+        q, kappa = stage.q.per_rank, stage.kv.per_rank
+        paired = not all(stage.grouped_evenly(rank) for rank in range(len(stage.q.by_rank)))
+        return cls(q, kappa, stage.opens_kv, stage.closes_kv, paired, next_q, next_kappa)
+
+    @property
+    def expanded(self) -> int:
+        """dK and dV of FlashAttention's backward that are expanded to query heads under GQA."""
+        return 2 * self.q if self.q != self.kappa else 0
 
     def in_flight(self, parts: int) -> int:
         """Sent and received for the next stage: `parts` tensors of query heads, and K and V."""
@@ -110,7 +130,7 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
     if mode.overlap:  # K, V and q of the first stage are all sent before the first is waited for
         peak = max(peak, 2 * stages[0].q + 4 * stages[0].kappa)
     for number, s in enumerate(stages):
-        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa
+        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa + (2 * s.q if s.paired else 0)
         writing = result + s.q + (0 if s.closes_kv else 2 * s.kappa)
         if mode.fuses_output:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
@@ -124,16 +144,18 @@ def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, 
     incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
     peak = 0.0
     for number, s in enumerate(stages):
-        expanded = 2 * s.q if s.q != s.kappa else 0
         if mode.blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
             exchanging = 4 * s.q / mode.blocks
-            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + expanded) / ranks
+            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + s.expanded) / ranks
+            if s.paired:  # K and V up to the piece, and a tile's with their gradients, one of which in float32
+                attending = 2 * s.q / mode.blocks + 4 * s.q / (mode.blocks * ranks) + 2 * s.q + 6 * s.q / ranks
             in_flight = exchanging + 4 * s.next_kappa if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
             sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
-            stage = sums + 4 * s.q + 4 * s.kappa + 2 * s.q + expanded + s.in_flight(3 if mode.memory == "keep" else 2)
+            attending = 6 * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + s.expanded)
+            stage = sums + attending + s.in_flight(3 if mode.memory == "keep" else 2)
         peak = max(peak, incoming + stage)
     return peak
 

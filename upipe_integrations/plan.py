@@ -13,13 +13,14 @@ tensor is called a row tensor. With tensor parallelism the residual stream is sp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from upipe_integrations.config import UPipeConfig
-from upipe_integrations.memory import LayerShape, ring_peak, ulysses_peak, upipe_peak
+from upipe_integrations.memory import LayerShape, ring_peak, ulysses_peak, upipe_peak, weight_gradients
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import Model
+from upipe_integrations.schedule import Schedule
 
 GIB = 2**30
 CHECKPOINTING = ("none", "full", "selective")
@@ -204,6 +205,21 @@ class Row:
     fits: bool
 
 
+@dataclass(frozen=True)
+class Traced:
+    """GiB of one layer's attention at its training peak, gradients of its weights included: computed and measured."""
+
+    method: Method
+    tokens: int
+    closed_form: float
+    measured: float
+
+    @property
+    def difference(self) -> float:
+        """Of the closed form from what was measured, relative."""
+        return self.closed_form / self.measured - 1
+
+
 class Plan:
     """Everything a plan of one model says.
 
@@ -271,6 +287,28 @@ class Plan:
     def step(self) -> int:
         """GPUs that share the rows of a sequence."""
         return self.setup.ranks * self.setup.tp
+
+    def trace(self, lengths: Iterable[int]) -> Iterator[Traced]:
+        """UPipe's attention at each length, measured on fake tensors through the engine beside its closed form.
+
+        Needs torch, and a process without a process group; at millions of tokens ``"blocks"`` takes seconds a row.
+        """
+        from upipe_integrations.measure import fake_ranks, measured_upipe_peak
+
+        with fake_ranks(self.setup.ranks):
+            for tokens in lengths:
+                gib = tokens * self.shape.head_dim * _BF16 / GIB
+                for method in self.methods:
+                    if method.config is None:
+                        continue
+                    schedule, mode = self._schedule(method.config), method.config.mode
+                    weights = weight_gradients(self.shape, tokens, schedule, mode)
+                    form = upipe_peak(self.shape, schedule, mode).training + weights
+                    measured = measured_upipe_peak(self.shape, schedule, mode, tokens).training
+                    yield Traced(method, tokens, form * gib, measured * gib)
+
+    def _schedule(self, config: UPipeConfig) -> Schedule:
+        return config.schedule(heads=self.shape.heads, kv_heads=self.shape.kv_heads, ranks=self.setup.ranks)
 
     def recommended(self, tokens: int) -> Method | None:
         """The UPipe method with least work that fits, or None; more heads a stage are faster."""

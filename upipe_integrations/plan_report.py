@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from upipe_integrations.plan import CONTEXT_GIB, RESERVE, Method, Plan, Row, Setup
+from upipe_integrations.plan import CONTEXT_GIB, RESERVE, Method, Plan, Row, Setup, Traced
 
 _COLUMNS = (
     "method", "params", "grads", "optim", "saved", "attn", "MLP", "loss", "work", "reserve", "total", "host", "longest"
@@ -82,8 +82,8 @@ def assumptions(setup: Setup) -> str:
     """What the figures assume."""
     gradients = "float32" if setup.host == "megatron" else "bf16"
     return (
-        f"Total: the sum, with the largest of attn, MLP and loss. Assumed: bf16, gradients in {gradients}, Adam's state "
-        "of 12 bytes a\nparameter, one sequence a microbatch, FlashAttention 2; "
+        f"Total: the sum, with the largest of attn, MLP and loss. Assumed: bf16, gradients in {gradients}, 12 bytes a "
+        "parameter for Adam\nin float32, one sequence a microbatch, FlashAttention 2; "
         f"{CONTEXT_GIB:g} GiB of CUDA and NCCL in work, {RESERVE:.0%} of activations in reserve.\n"
         "host: memory of the host per GPU. 5M is 5 * 2**20 tokens."
     )
@@ -202,7 +202,17 @@ def megatron_notes(setup: Setup) -> list[str]:
     return ["and in your own forward step: the loss in pieces of rows"] if setup.tiled_loss else []
 
 
-def as_dict(plan: Plan, lengths: Iterable[int]) -> dict[str, Any]:
+def trace_table(traced: Iterable[Traced]) -> str:
+    """What was measured beside what was computed."""
+    lines: list[tuple[str, ...]] = [("method", "tokens", "closed form", "measured", "difference")]
+    for t in traced:
+        figures = (f"{t.closed_form:.3f}", f"{t.measured:.3f}", f"{t.difference:+.1%}")
+        lines.append((str(t.method), size(t.tokens), *figures))
+    title = "GiB of one layer's attention and its weight gradients, measured through the engine on fake tensors:\n"
+    return title + aligned(lines)
+
+
+def as_dict(plan: Plan, lengths: Iterable[int], traced: Iterable[Traced] = ()) -> dict[str, Any]:
     """Everything, for programs; memory in GiB."""
     lengths = list(lengths)
     chosen = plan.recommended(max(lengths))
@@ -213,6 +223,10 @@ def as_dict(plan: Plan, lengths: Iterable[int]) -> dict[str, Any]:
         "rows": [_row(row) for tokens in lengths for row in plan.rows(tokens)],
         "longest": [{**_method(method), "tokens": plan.longest(method)} for method in plan.methods],
         "recommended": None if chosen is None else _recommended(plan, chosen, max(lengths)),
+        "traced": [
+            {**_method(t.method), "tokens": t.tokens, "closed_form_gib": t.closed_form, "measured_gib": t.measured}
+            for t in traced
+        ],
     }
 
 
