@@ -112,6 +112,19 @@ def test_pipelines_and_tensor_parallelism_split_what_they_split():
     assert pipeline.saved == one.saved  # a quarter of the layers, four microbatches
 
 
+class _KeepsItsInput(torch.autograd.Function):
+    """What a fused norm keeps and makes; and attention that keeps nothing else."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(grad)
+
+
 def _mlp_peak() -> float:
     """Row tensors at the peak of a checkpointed layer whose attention keeps its input alone, less weight gradients."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,8 +139,8 @@ def _mlp_peak() -> float:
         x = torch.empty(1, L, E, dtype=torch.bfloat16, requires_grad=True)
 
         def layer(x):
-            h = x + F.rms_norm(x, (E,))
-            n = F.rms_norm(h, (E,))
+            h = x + _KeepsItsInput.apply(_KeepsItsInput.apply(x))  # a norm, and attention
+            n = _KeepsItsInput.apply(h)
             return h + F.linear(F.silu(F.linear(n, gate)) * F.linear(n, up), down)
 
         y = checkpoint(layer, x, use_reentrant=False)
@@ -463,4 +476,19 @@ def test_the_pages_longest_contexts_are_the_plans():
     names = {"UPipe, U = 8": "keep"} | {f"`memory` = `{mode}`": mode for mode in ("recompute", "fused", "blocks")}
     expected = {name: longest[f"UPipe {mode}, U=8"] for name, mode in names.items()}
     expected |= {name: longest[name] for name in ("Ring", "Ulysses")}
+    assert {name: float(value) for name, value in rows.items()} == {n: round(t / M, 2) for n, t in expected.items()}
+
+
+def test_the_readme_says_the_same():
+    longest = _longest(Plan(PRESETS["llama3-8b"], Setup(8, 80, **PAPER)))
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    section = readme[readme.index("## Does it fit?") : readme.index("## Two commands")]
+    (command,) = re.findall(r"^upipe (plan .*)$", section, re.MULTILINE)
+    assert cli.main(shlex.split(command)) == 0
+    rows = dict(re.findall(r"^\| (.+?) \| (\S+)M \|$", section, re.MULTILINE))
+    modes = {"UPipe, `chunk_heads` = 8": "keep"} | {
+        f"the same, `memory` = `{mode}`": mode for mode in ("fused", "blocks")
+    }
+    expected = {name: longest[name] for name in ("Ring", "Ulysses")}
+    expected |= {name: longest[f"UPipe {mode}, U=8"] for name, mode in modes.items()}
     assert {name: float(value) for name, value in rows.items()} == {n: round(t / M, 2) for n, t in expected.items()}
