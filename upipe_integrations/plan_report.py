@@ -14,6 +14,9 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_ALST = " ALST-like: ZeRO-3, optimizer and activations offloaded, MLP and loss tiled."
+
+
 def size(tokens: int) -> str:
     """Tokens as the command takes them: 5M is 5 * 2**20."""
     for name, unit in (("M", 1 << 20), ("K", 1 << 10)):
@@ -85,7 +88,7 @@ def assumptions(setup: Setup) -> str:
         f"Total: the sum, with the largest of attn, MLP and loss. Assumed: bf16, gradients in {gradients}, 12 bytes a "
         "parameter for Adam\nin float32, one sequence a microbatch, FlashAttention 2; "
         f"{CONTEXT_GIB:g} GiB of CUDA and NCCL in work, {RESERVE:.0%} of activations in reserve.\n"
-        "host: memory of the host per GPU. 5M is 5 * 2**20 tokens."
+        f"host: memory of the host per GPU. 5M is 5 * 2**20 tokens.{'' if setup.host == 'megatron' else _ALST}"
     )
 
 
