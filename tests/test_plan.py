@@ -266,7 +266,7 @@ def test_json_has_what_the_table_has(capsys):
     assert line.split()[3:13] == [f"{gib[name]:.1f}" for name in names]
     assert row["fits"] == ("!" not in line)
     longest = next(entry for entry in said["longest"] if entry["memory"] == "fused")
-    assert line.endswith(f"{longest['tokens'] / M:.2f}M")
+    assert line.endswith(f" {longest['tokens'] // 1024}K")
 
 
 def test_trace_is_printed_and_in_the_json():
@@ -457,7 +457,7 @@ def test_a_folder_without_a_config(tmp_path, capsys):
         (["llama3-8b", "--chunk-heads", "12"], "upipe.chunk_heads = 12: must be a multiple of the 8"),
         (["llama3-8b", "--chunk-heads", "64"], "upipe.chunk_heads = 64: larger than the model's 32 query heads"),
         (["llama3-8b", "--chunk-heads", "a"], "--chunk-heads a: must be numbers"),
-        (["llama3-8b", "--memory", "fuse"], "--memory fuse: no such word (did you mean 'fused'?)"),
+        (["llama3-8b", "--memory", "fuse"], "upipe.memory = 'fuse': no such memory (did you mean 'fused'?)"),
         (["llama3-8b", "--offload", "optimiser"], "--offload optimiser: no such word (did you mean 'optimizer'?)"),
         (["llama3-8b", "--offload", "parameters", "--zero", "2"], "only ZeRO-3 moves them"),
         (["llama3-8b", "--offload", "optimizer", "--zero", "0"], "needs a stage of ZeRO"),
@@ -469,6 +469,7 @@ def test_a_folder_without_a_config(tmp_path, capsys):
         (["llama3-8b", "--host", "megatron", "--tiled-mlp"], "Megatron has no such MLP"),
         (["llama3-8b", "--host", "megatron", "--checkpointing", "selective"], "Megatron keeps a layer's input alone"),
         (["llama3-8b", "--host", "megatron", "--offload", "activations"], "leaves the inputs"),
+        (["llama3-8b", "--host", "megatron", "--offload", "parameters"], "they stay on the GPU"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_2(words, message, capsys):

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from upipe_integrations.config import UPipeConfig
+from upipe_integrations.config import UPipeConfig, closest
 from upipe_integrations.memory import LayerShape, ring_peak, ulysses_peak, upipe_peak, weight_gradients
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import Model
@@ -26,6 +26,7 @@ GIB = 2**30
 CHECKPOINTING = ("none", "full", "selective")
 OFFLOAD = ("optimizer", "activations", "parameters")
 HOSTS = ("deepspeed", "megatron")
+ZERO = (0, 1, 2, 3)
 RESERVE = 0.08
 """What the allocator holds beyond the tensors that are live, as a share of activations; docs/plan.md says why."""
 CONTEXT_GIB = 3.0
@@ -102,6 +103,20 @@ class Setup:
                 raise ValueError(f"--{field} {getattr(self, field)}: must be positive.")
         if not 0 < self.gpu_memory < float("inf"):
             raise ValueError(f"--gpu-memory {self.gpu_memory:g}: must be a positive number of GiB.")
+        for option, values, known in (
+            ("--host", (self.host,), HOSTS),
+            ("--zero", (self.zero,), ZERO),
+            ("--checkpointing", (self.checkpointing,), CHECKPOINTING),
+            ("--offload", self.offload, OFFLOAD),
+        ):
+            for value in values:
+                if value not in known:
+                    hint = closest(str(value), map(str, known))
+                    raise ValueError(f"{option} {value}: no such word{hint}. Known: {', '.join(map(str, known))}.")
+        if self.host == "megatron":
+            self._check_megatron()
+        elif max(self.tp, self.pp) > 1:
+            raise ValueError(f"--tp {self.tp} --pp {self.pp}: DeepSpeed with UPipe has neither. Add --host megatron.")
         if "parameters" in self.offload and self.zero != 3:
             raise ValueError(f"--offload parameters with --zero {self.zero}: only ZeRO-3 moves them. Use --zero 3.")
         if "optimizer" in self.offload and self.zero == 0:
@@ -111,10 +126,6 @@ class Setup:
                 "--offload activations with --checkpointing none: what is moved is the inputs of checkpointed layers. "
                 "Use --checkpointing full."
             )
-        if self.host == "megatron":
-            self._check_megatron()
-        elif max(self.tp, self.pp) > 1:
-            raise ValueError(f"--tp {self.tp} --pp {self.pp}: DeepSpeed with UPipe has neither. Add --host megatron.")
 
     def _check_megatron(self) -> None:
         for wrong, what in (
@@ -128,6 +139,7 @@ class Setup:
                 "activations" in self.offload,
                 "--offload activations: Megatron leaves the inputs of recomputed layers on the GPU. Leave it out.",
             ),
+            ("parameters" in self.offload, "--offload parameters: they stay on the GPU. Split them with --tp or --pp."),
         ):
             if wrong:
                 raise ValueError(f"--host megatron with {what}")

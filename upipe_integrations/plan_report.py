@@ -69,7 +69,9 @@ def _table(plan: Plan, tokens: int, longest: dict[Method, int]) -> str:
 
 
 def _longest(tokens: int) -> str:
-    return f"{tokens / 2**20:.2f}M" if tokens else "none"
+    if not tokens:
+        return "none"
+    return f"{tokens / 2**20:.2f}M" if tokens >= 1 << 20 else f"{tokens >> 10}K"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
