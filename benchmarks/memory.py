@@ -12,21 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from layers import Layer, upipe_heads
+from layers import Layer
 from progress import report
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from ulysses import ulysses_heads
 
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations.measure import FlashWorkspace, fake_ranks, measured_peak, measured_upipe_peak
+from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
 
 
@@ -79,11 +76,14 @@ class Case:
 
     def measured(self) -> PeakUnits:
         """Peaks on one rank of the default group, which has the setting's ranks."""
-        kernel = FlashWorkspace()
-        if self.mode is None:
-            return _measured(self, lambda layer: ulysses_heads(layer, dist.group.WORLD, kernel))
-        schedule, mode = self.schedule(), Mode(self.mode)
-        return _measured(self, lambda layer: upipe_heads(layer, schedule, mode, dist.group.WORLD, kernel))
+        shape = self.setting.shape
+        if self.mode is not None:
+            return measured_upipe_peak(shape, self.schedule(), Mode(self.mode), self.tokens)
+
+        def ulysses(*tensors: Tensor) -> Tensor:
+            return ulysses_heads(Layer(*tensors, head_dim=shape.head_dim), dist.group.WORLD, FlashWorkspace())
+
+        return measured_peak(shape, self.tokens, ulysses)
 
     def row(self) -> dict[str, object]:
         """The case and what was measured; GiB is the training peak."""
@@ -93,37 +93,6 @@ class Case:
         figures = (round(units.forward, 3), round(units.training, 3), round(gib, 3))
         values = (self.model, method, self.chunk_heads, self.mode, self.tokens, *figures)
         return dict(zip(COLUMNS, values, strict=True))
-
-
-def _measured(case: Case, attention: Callable[[Layer], Tensor]) -> PeakUnits:
-    """Peaks in units. Training has the output projection, by autograd where the mode does not fuse it."""
-    unit = case.tokens * case.setting.shape.head_dim * torch.bfloat16.itemsize
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live:
-        layer = _fake_layer(case)
-        before = live.current
-        with torch.no_grad():
-            live.reset_peak()
-            attention(layer)
-            forward = live.peak - before
-        y = attention(layer)
-        if case.mode is None or not Mode(case.mode).fuses_output:
-            y = F.linear(y, layer.wo)
-        dy = torch.empty_like(y)
-        edge = torch.autograd.graph.get_gradient_edge(y)
-        del y
-        live.reset_peak()
-        torch.autograd.backward(edge, dy)
-        return PeakUnits(forward / unit, (live.peak - before) / unit)
-
-
-def _fake_layer(case: Case) -> Layer:
-    shape, L = case.setting.shape, case.tokens // case.setting.ranks
-    H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
-    sizes = ((1, L, E), (H * D, E), (K * D, E), (K * D, E), (E, H * D), (1, L, D), (1, L, D))
-    layer = Layer(*(torch.empty(size, dtype=torch.bfloat16) for size in sizes), head_dim=D)
-    for leaf in layer.leaves().values():
-        leaf.requires_grad_()
-    return layer
 
 
 def cases(models: list[str], tokens: list[int], modes: list[str]) -> Iterator[Case]:
@@ -138,11 +107,10 @@ def cases(models: list[str], tokens: list[int], modes: list[str]) -> Iterator[Ca
 def measured_rows(wanted: list[Case]) -> Iterator[tuple[Case, dict[str, object]]]:
     """A row per case, with progress on stderr; cases of one number of ranks must follow each other."""
     for ranks, group in itertools.groupby(enumerate(wanted), lambda numbered: numbered[1].setting.ranks):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        for number, case in group:
-            report(number, len(wanted), case.model)
-            yield case, case.row()
-        dist.destroy_process_group()
+        with fake_ranks(ranks):
+            for number, case in group:
+                report(number, len(wanted), case.model)
+                yield case, case.row()
     report(len(wanted), len(wanted))
 
 

@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
-from upipe_integrations import check, cli
+import upipe_integrations
+from upipe_integrations import check, cli, kernels
 from upipe_integrations.check import Finding
+from upipe_integrations.config import KERNEL_NAMES
 
 BASE = ["--heads", "6", "--kv-heads", "3", "--head-dim", "16", "--seq-len", "64", "--ranks", "4", "--chunk-heads", "4"]
 
@@ -89,7 +91,7 @@ def test_a_rank_that_fails_is_reported(monkeypatch, capsys):
     case = cli._case(cli._parser().parse_args(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]))
     object.__setattr__(case, "dtype", torch.int32)
     monkeypatch.setattr(cli, "_case", lambda options: case)
-    monkeypatch.setattr(cli, "select_kernel", lambda name, request: cli.KERNELS["math"])
+    monkeypatch.setattr(kernels, "select_kernel", lambda name, request: kernels.KERNELS["math"])
     assert cli.main(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]) == 1
     assert "failed:\nTraceback" in capsys.readouterr().err
 
@@ -141,6 +143,23 @@ def test_info_names_versions_kernels_and_hosts(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     assert torch.__version__ in text
-    for name in (*cli.KERNELS, "deepspeed", "megatron-core"):
+    for name in (*kernels.KERNELS, "deepspeed", "megatron-core"):
         assert name in text
     assert "auto takes torch-cpu-flash" in text
+
+
+def test_help_and_settings_need_no_torch():
+    code = "import sys; from upipe_integrations import cli; cli._parser().format_help(); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_kernel_names_are_those_of_the_kernels():
+    assert tuple(kernels.KERNELS) == KERNEL_NAMES
+
+
+def test_everything_exported_is_there():
+    assert all(getattr(upipe_integrations, name) is not None for name in upipe_integrations.__all__)
+    assert set(upipe_integrations.__all__) <= set(dir(upipe_integrations))
+    with pytest.raises(AttributeError, match="has no attribute 'upip'"):
+        upipe_integrations.upip  # noqa: B018

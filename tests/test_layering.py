@@ -53,19 +53,20 @@ def _imports(path: Path) -> set[str]:
 
 
 def test_one_file_of_the_core_calls_collectives():
-    """check.py starts process groups of its own, as a launcher does, and calls none of their collectives."""
+    """check.py and measure.py start process groups, as launchers do, and call none of their collectives."""
     users = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "upipe_integrations").rglob("*.py")
         if any(name.startswith("torch.distributed") for name in _imports(path))
     }
-    assert users == {"upipe_integrations/all_to_all.py", "upipe_integrations/check.py"}
+    assert users == {f"upipe_integrations/{name}.py" for name in ("all_to_all", "check", "measure")}
     used = {
         node.attr
-        for node in ast.walk(ast.parse((ROOT / "upipe_integrations" / "check.py").read_text()))
+        for name in ("check", "measure")
+        for node in ast.walk(ast.parse((ROOT / "upipe_integrations" / f"{name}.py").read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
     }
-    assert used == {"init_process_group", "is_initialized", "destroy_process_group", "group"}
+    assert used == {"init_process_group", "is_initialized", "get_world_size", "destroy_process_group", "group"}
 
 
 def test_hosts_do_not_know_each_other():

@@ -10,18 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import run_in_process
-from upipe_integrations import (
-    AttentionProjections,
-    AttentionSpec,
-    Mode,
-    OutputProjection,
-    Projection,
-    RotateHalf,
-    Schedule,
-    upipe_attention,
-    upipe_attention_qkv,
-)
-from upipe_integrations.memory import FlashWorkspace, LayerShape, LiveMemory, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations import AttentionSpec, Mode, Schedule, upipe_attention_qkv
+from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks, measured_peak, measured_upipe_peak
+from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 
 RANKS = 8
 TOKENS = 1 << 20
@@ -117,48 +108,6 @@ def _ulysses(x, wq, wk, wv, wo, cos, sin, D, rotary):
     return _UlyssesAllToAll.apply(out, False).reshape(b, L, -1)
 
 
-def _upipe(x, wq, wk, wv, wo, cos, sin, D, schedule, mode):
-    rotary = RotateHalf(cos, sin)
-    projections = AttentionProjections(
-        Projection(wq, D, rotary=rotary), Projection(wk, D, rotary=rotary), Projection(wv, D)
-    )
-    output = OutputProjection(wo) if mode.fuses_output else None
-    out = upipe_attention(x, projections, schedule, dist.group.WORLD, FlashWorkspace(), output=output, mode=mode)
-    return out
-
-
-def _measured(layer: LayerShape, attention, fuses_output: bool = False) -> PeakUnits:
-    """Peaks of one layer in units; in training its output projection is there, by autograd where it isn't fused."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    H, K, D, E = layer.heads, layer.kv_heads, layer.head_dim, layer.hidden_size
-    unit = TOKENS * D * 2
-
-    def made(*shape):
-        return torch.empty(*shape, dtype=torch.bfloat16)
-
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live:
-        L = TOKENS // RANKS
-        x = made(1, L, E).requires_grad_()
-        wq, wk, wv = (made(n * D, E).requires_grad_() for n in (H, K, K))
-        wo = made(E, H * D).requires_grad_()
-        cos, sin = made(1, L, D), made(1, L, D)
-        before = live.current
-        with torch.no_grad():
-            live.reset_peak()
-            attention(x, wq, wk, wv, wo, cos, sin)
-            forward = live.peak - before
-        y = attention(x, wq, wk, wv, wo, cos, sin)
-        if not fuses_output:
-            y = F.linear(y, wo)
-        dy = torch.empty_like(y)
-        edge = torch.autograd.graph.get_gradient_edge(y)
-        del y
-        live.reset_peak()
-        torch.autograd.backward(edge, dy)
-        return PeakUnits(forward / unit, (live.peak - before) / unit)
-
-
 def _measured_given(layer: LayerShape, chunk_heads: int) -> PeakUnits:
     """Peaks of the form for given heads, beyond q, k, v: its output and their gradients count."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -188,22 +137,24 @@ def _given_form(layer: LayerShape, chunk_heads: int) -> PeakUnits:
 
 def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
     """(measured, closed form) of every method for both models; run in a process with a fake group of 8."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    with fake_ranks(RANKS):
+        return _peaks_of_ranks()
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+
+def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
     peaks = {}
     for name, layer in {"8b": LLAMA3_8B, "32b": QWEN3_32B}.items():
         D = layer.head_dim
         peaks[f"{name} ulysses"] = (
-            _measured(layer, lambda *t, D=D: _ulysses(*t, D, _rotate_like_transformers)),
+            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _rotate_like_transformers)),
             ulysses_peak(layer, RANKS),
         )
         peaks[f"{name} ulysses two-step"] = (
-            _measured(layer, lambda *t, D=D: _ulysses(*t, D, _rotate_in_two_steps)),
+            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _rotate_in_two_steps)),
             ulysses_peak(layer, RANKS),
         )
         peaks[f"{name} ulysses one-pass"] = (
-            _measured(layer, lambda *t, D=D: _ulysses(*t, D, _OnePassRotary.apply)),
+            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _OnePassRotary.apply)),
             ulysses_peak(layer, RANKS, one_pass_rotary=True),
         )
         for U in (8, 16):
@@ -211,7 +162,7 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
         for U, (mode_name, mode) in itertools.product((8, 16, 24, layer.heads), MODES.items()):
             schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
             peaks[f"{name} upipe {U} {mode_name}"] = (
-                _measured(layer, lambda *t, D=D, s=schedule, m=mode: _upipe(*t, D, s, m), mode.fuses_output),
+                measured_upipe_peak(layer, schedule, mode, TOKENS),
                 upipe_peak(layer, schedule, mode),
             )
     return peaks

@@ -2,15 +2,24 @@
 
 The core: torch only, and it knows no training framework. ``deepspeed_plugin`` and ``megatron_patch`` put
 it into DeepSpeed and Megatron.
+
+What is exported is imported when it is first asked for: ``upipe plan`` and ``upipe --help`` need no torch, which takes
+seconds to import.
 """
 
-from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention, upipe_attention_qkv
-from upipe_integrations.config import UPipeConfig
-from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
-from upipe_integrations.layout import Layout
-from upipe_integrations.mode import Mode
-from upipe_integrations.projection import HeadFunction, OutputProjection, Projection, RotateHalf
-from upipe_integrations.schedule import Schedule
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention, upipe_attention_qkv
+    from upipe_integrations.config import UPipeConfig
+    from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
+    from upipe_integrations.layout import Layout
+    from upipe_integrations.mode import Mode
+    from upipe_integrations.projection import HeadFunction, OutputProjection, Projection, RotateHalf
+    from upipe_integrations.schedule import Schedule
 
 __all__ = [
     "AttentionProjections",
@@ -32,3 +41,35 @@ __all__ = [
     "upipe_attention_qkv",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AttentionProjections": "attention",
+    "AttentionSpec": "kernels",
+    "Dropout": "kernels",
+    "FunctionKernel": "kernels",
+    "HeadFunction": "projection",
+    "KernelRequest": "kernels",
+    "Layout": "layout",
+    "Mode": "mode",
+    "OutputProjection": "projection",
+    "Projection": "projection",
+    "RotateHalf": "projection",
+    "Schedule": "schedule",
+    "UPipeConfig": "config",
+    "compute_dtype": "attention",
+    "select_kernel": "kernels",
+    "upipe_attention": "attention",
+    "upipe_attention_qkv": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

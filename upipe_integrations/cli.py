@@ -1,25 +1,39 @@
-"""The ``upipe`` command: ``upipe check`` proves a layer on this machine, ``upipe info`` says what is here."""
+"""The ``upipe`` command: plan memory, prove a layer on this machine, say what is here."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from upipe_integrations.check import Case, Finding, check
-from upipe_integrations.kernels import KERNELS, AttentionSpec, KernelRequest, select_kernel
-from upipe_integrations.layout import Layout
+from upipe_integrations.config import KERNEL_NAMES
 from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.models import PRESETS, find_model
+from upipe_integrations.plan import CHECKPOINTING, HOSTS, OFFLOAD, ZERO, Plan, Setup
+from upipe_integrations.plan_report import as_dict, plot, text, trace_table
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from upipe_integrations.check import Case, Finding
+
+# What needs torch is imported in the commands that need it: torch takes seconds to import.
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
 _HOSTS = ("deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong words are one line, as every other error is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="upipe", description=(__doc__ or "").split(":")[0])
+    parser = _Parser(prog="upipe", description="Head-chunked context-parallel attention (UPipe): plan it, prove it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
     _add_check(commands)
     info = commands.add_parser(
         "info",
@@ -45,7 +60,102 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="memory of one GPU by method and length, what fits, and the settings for it",
+        description="Memory of one GPU in a training step under ring attention, Ulysses, ALST and UPipe: by component, "
+        "what fits, the longest sequence of each, and settings to paste. Arithmetic: nothing runs, no GPU is needed.",
+        epilog="example: upipe plan llama3-8b --ranks 8 --gpu-memory 80 --seq-len 1M,5M --tiled-mlp --tiled-loss "
+        "--offload activations. Lengths: K is 1024 and M 1024 * 1024 tokens, so 5M is 5242880; 5000000 is taken as it "
+        f"is. Presets: {', '.join(PRESETS)}.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a preset, a config.json or its folder, or a downloaded model")
+    parser.add_argument("--seq-len", default="1M", metavar="A,B,...", help="lengths in tokens (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw memory against tokens; needs matplotlib")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="measure UPipe's attention through the engine on fake tensors; needs no GPU",
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--ranks", type=int, default=8, metavar="N", help="GPUs that share a sequence (default: 8)")
+    machine.add_argument("--gpu-memory", type=float, default=80, metavar="GIB", help="of one GPU (default: 80)")
+    machine.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
+    machine.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
+    machine.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel replicas (default: 1)")
+    stack = parser.add_argument_group("what is switched on")
+    stack.add_argument("--host", choices=HOSTS, default="deepspeed", help="whose accounting (default: %(default)s)")
+    stack.add_argument("--zero", type=int, choices=ZERO, help="default: 3; of Megatron 1, its distributed optimizer")
+    stack.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        default="full",
+        help="of activations; selective keeps attention's result beside a layer's input (default: %(default)s)",
+    )
+    stack.add_argument("--offload", metavar="A,B", help=f"to host memory: {', '.join(OFFLOAD)}")
+    stack.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles of rows")
+    stack.add_argument("--tiled-loss", action="store_true", help="logits of some rows at a time")
+    upipe = parser.add_argument_group("UPipe")
+    upipe.add_argument("--chunk-heads", metavar="A,B", help="query heads per stage (default: ranks, and twice them)")
+    upipe.add_argument("--memory", metavar="A,B", help=f"memory modes: {', '.join(MEMORY)} (default: all)")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    setup = Setup(
+        ranks=options.ranks,
+        gpu_memory=options.gpu_memory,
+        host=options.host,
+        zero=(1 if options.host == "megatron" else 3) if options.zero is None else options.zero,
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        checkpointing=options.checkpointing,
+        offload=_words(options.offload) if options.offload else (),
+        tiled_mlp=options.tiled_mlp,
+        tiled_loss=options.tiled_loss,
+    )
+    lengths = [_size("--seq-len", part) for part in options.seq_len.split(",")]
+    plan = Plan(
+        find_model(options.model),
+        setup,
+        chunk_heads=_numbers("--chunk-heads", options.chunk_heads) if options.chunk_heads else None,
+        memory=_words(options.memory) if options.memory else MEMORY,
+    )
+    if options.json:
+        print(json.dumps(as_dict(plan, lengths, plan.trace(lengths) if options.trace else ()), indent=1))
+    else:
+        print(text(plan, lengths), flush=True)
+        if options.trace:
+            print(f"\n{trace_table(plan.trace(lengths))}")
+    if options.plot:
+        plot(plan, lengths, options.plot)
+    return 0
+
+
+def _size(option: str, word: str) -> int:
+    """Tokens from ``5M``, ``1.5M``, ``128K`` or ``5000000``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", word.strip())
+    tokens = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{option} {word}: must be tokens such as 128K, 5M (5 * 2**20) or 5000000.")
+    return int(tokens)
+
+
+def _numbers(option: str, words: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {words}: must be numbers such as 8 or 8,16.") from None
+
+
+def _words(words: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in words.split(",")))
+
+
+def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "check",
         help="prove one attention layer on several ranks against one process",
@@ -66,8 +176,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how = parser.add_argument_group("how it runs")
     how.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default: %(default)s)")
     how.add_argument("--chunk-heads", type=int, metavar="N", help="query heads per stage (default: as --ranks)")
-    how.add_argument("--kernel", choices=("auto", *KERNELS), default="auto", help="default: %(default)s")
-    how.add_argument("--dtype", choices=tuple(_DTYPES), help="default: float64 on CPUs, bfloat16 on GPUs")
+    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="default: %(default)s")
+    how.add_argument("--dtype", choices=_DTYPES, help="default: float64 on CPUs, bfloat16 on GPUs")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank finds a GPU")
     how.add_argument("--layout", choices=_LAYOUTS, default="contiguous", help="rows of a rank (default: %(default)s)")
     how.add_argument("--memory", choices=MEMORY, default="keep", help="what is kept (default: %(default)s)")
@@ -87,6 +197,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _check(options: argparse.Namespace) -> int:
+    from upipe_integrations.check import check
+    from upipe_integrations.kernels import select_kernel
+
     case = _case(options)
     kernel = select_kernel(case.kernel, case.request())
     features = ", ".join(case.request().features())
@@ -113,6 +226,12 @@ def _check(options: argparse.Namespace) -> int:
 
 def _case(options: argparse.Namespace) -> Case:
     """The case the options describe; raises ValueError."""
+    import torch
+
+    from upipe_integrations.check import Case
+    from upipe_integrations.kernels import AttentionSpec
+    from upipe_integrations.layout import Layout
+
     documents = _documents(options.packed, options.seq_len)
     if options.layout == "packed-zigzag" and documents is None:
         raise ValueError("--layout packed-zigzag: needs --packed, the lengths of the documents.")
@@ -132,7 +251,7 @@ def _case(options: argparse.Namespace) -> Case:
         value_dim=options.value_dim,
         batch=options.batch,
         kernel=options.kernel,
-        dtype=_DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float64")],
+        dtype=getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float64")),
         device=device,
         spec=AttentionSpec(
             causal=not options.full,
@@ -183,6 +302,10 @@ def _table(findings: list[Finding]) -> str:
 
 
 def _info(options: argparse.Namespace) -> int:
+    import torch
+
+    from upipe_integrations.kernels import KERNELS, KernelRequest, select_kernel
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows = [
         ("upipe-integrations", _version("upipe-integrations") or "not installed (running from a checkout)"),

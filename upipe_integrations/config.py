@@ -12,9 +12,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from upipe_integrations.kernels import KERNELS
 from upipe_integrations.mode import ACCUMULATE, MEMORY, Mode
 from upipe_integrations.schedule import Schedule
+
+KERNEL_NAMES = (
+    "flash-attn-3",
+    "flash-attn-2",
+    "flash-attn-4",
+    "torch-cuda-flash",
+    "torch-cudnn",
+    "torch-efficient",
+    "torch-cpu-flash",
+    "math",
+)
+"""The names of ``upipe_integrations.kernels.KERNELS``, in its order: here because settings need no torch."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ class UPipeConfig:
         chunk_heads: query heads per stage, counted over all ranks of the group (U in the paper). A
             multiple of the group's ranks, at most the model's query heads. The number of ranks saves
             most memory; the number of query heads is plain Ulysses in one stage.
-        kernel: local attention: ``"auto"`` or one of the names in ``upipe_integrations.kernels.KERNELS``.
+        kernel: local attention: ``"auto"`` or one of ``KERNEL_NAMES``.
         memory: what a layer keeps for backward, one of ``upipe_integrations.mode.MEMORY``.
         query_blocks: blocks of a rank's rows in memory mode ``"blocks"``.
         accumulate: precision of sums over stages, one of ``upipe_integrations.mode.ACCUMULATE``.
@@ -55,7 +66,7 @@ class UPipeConfig:
                 raise ValueError(f"upipe.{key} = {value!r}: must be an integer ({what}")
             if value < 1:
                 raise ValueError(f"upipe.{key} = {value}: must be positive ({what}")
-        for key, known in {"kernel": ("auto", *KERNELS), "memory": MEMORY, "accumulate": ACCUMULATE}.items():
+        for key, known in {"kernel": ("auto", *KERNEL_NAMES), "memory": MEMORY, "accumulate": ACCUMULATE}.items():
             value = getattr(self, key)
             if value not in known:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Peak memory of one attention layer: closed forms, and the instrument that checks them.
+"""Peak memory of one attention layer in closed forms: arithmetic alone, so no torch. ``measure`` checks them.
 
 Unit: one `[B, S, D]` tensor of the compute dtype, u = B * S * D * itemsize bytes (256 MiB at one million
 tokens, batch 1, D = 128, bf16). Counted: everything an attention layer allocates on one rank between its
@@ -11,24 +11,12 @@ units, kappa KV heads and n query heads per KV head are one rank's in one stage.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
-from upipe_integrations.mode import Mode
-from upipe_integrations.projection import PRODUCT_PIECES
+from upipe_integrations.mode import PRODUCT_PIECES, Mode
 from upipe_integrations.schedule import Schedule, Stage
 
-# The CUDA caching allocator rounds blocks up to this.
-_BLOCK_BYTES = 512
 _LSE_BYTES = 4
 
 
@@ -66,6 +54,20 @@ def ulysses_peak(layer: LayerShape, ranks: int, *, one_pass_rotary: bool = False
     return PeakUnits(forward, training)
 
 
+def ring_peak(layer: LayerShape, ranks: int) -> PeakUnits:
+    """Closed form for ring attention over rows, causal and balanced (zigzag), as ``ring-flash-attention`` writes it.
+
+    Every rank keeps all heads of its rows and KV travels. Forward: q, K, V, the K and V that arrive, the output in
+    float32 and a block's. Backward, for chi of the incoming gradient and q, out, dout (3h), K, V and those that arrive
+    (4k): the results of a block (h + 2k), sums in float32 of dq (2h) and of dK, dV, which travel too (8k), and
+    FlashAttention's float32 dq (h) and expanded dK, dV under GQA (h), for half of the rows.
+    """
+    h, chi = layer.heads / ranks, layer.hidden_size / (ranks * layer.head_dim)
+    k = layer.kv_heads / ranks
+    training = chi + 3 * h + 4 * k + (h + 2 * k) + 2 * h + 8 * k + h + (h if h != k else 0)
+    return PeakUnits(h + 4 * k + 2 * h + h, training)
+
+
 def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) -> PeakUnits:
     """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass."""
     mode = mode or Mode()
@@ -78,21 +80,41 @@ def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) 
     return PeakUnits(_forward_peak(stages, mode, h, chi, lse), _training_peak(stages, mode, h, chi, schedule.ranks))
 
 
+def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: Mode) -> float:
+    """Gradients of the layer's four weights in units, which :func:`upipe_peak` leaves out: length adds nothing.
+
+    In ``"blocks"`` a stage's rows of two of them are in float32 besides.
+    """
+    rows = 2 * (layer.heads + layer.kv_heads) + (4 * schedule.chunk_heads if mode.blocks > 1 else 0)
+    return rows * layer.hidden_size / tokens
+
+
 @dataclass(frozen=True)
 class _StageSizes:
-    """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap)."""
+    """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap).
+
+    ``paired``: on some rank the groups are uneven, so that the kernel is given a KV head per query head.
+    """
 
     q: int
     kappa: int
     opens_kv: bool
     closes_kv: bool
+    paired: bool
     next_q: int
     next_kappa: int
 
     @classmethod
     def of(cls, stage: Stage, after: Stage | None) -> _StageSizes:
         next_q, next_kappa = (0, 0) if after is None else (after.q.per_rank, after.kv.per_rank * after.opens_kv)
-        return cls(stage.q.per_rank, stage.kv.per_rank, stage.opens_kv, stage.closes_kv, next_q, next_kappa)
+        q, kappa = stage.q.per_rank, stage.kv.per_rank
+        paired = not all(stage.grouped_evenly(rank) for rank in range(len(stage.q.by_rank)))
+        return cls(q, kappa, stage.opens_kv, stage.closes_kv, paired, next_q, next_kappa)
+
+    @property
+    def expanded(self) -> int:
+        """dK and dV of FlashAttention's backward that are expanded to query heads under GQA."""
+        return 2 * self.q if self.q != self.kappa else 0
 
     def in_flight(self, parts: int) -> int:
         """Sent and received for the next stage: `parts` tensors of query heads, and K and V."""
@@ -100,7 +122,7 @@ class _StageSizes:
 
 
 def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
-    wide = 2 if mode.y_sum_dtype(torch.bfloat16, len(stages)) == torch.float32 else 1
+    wide = 2 if mode.sums_y_exactly(len(stages)) else 1
     result = chi * wide if mode.fuses_output else h
     peak = 0.0
     if mode.fuses_output and wide == 2:  # y is rounded into a tensor of its own at the end
@@ -108,7 +130,7 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
     if mode.overlap:  # K, V and q of the first stage are all sent before the first is waited for
         peak = max(peak, 2 * stages[0].q + 4 * stages[0].kappa)
     for number, s in enumerate(stages):
-        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa
+        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa + (2 * s.q if s.paired else 0)
         writing = result + s.q + (0 if s.closes_kv else 2 * s.kappa)
         if mode.fuses_output:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
@@ -122,16 +144,18 @@ def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, 
     incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
     peak = 0.0
     for number, s in enumerate(stages):
-        expanded = 2 * s.q if s.q != s.kappa else 0
         if mode.blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
             exchanging = 4 * s.q / mode.blocks
-            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + expanded) / ranks
+            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + s.expanded) / ranks
+            if s.paired:  # K and V up to the piece, and a tile's with their gradients, one of which in float32
+                attending = 2 * s.q / mode.blocks + 4 * s.q / (mode.blocks * ranks) + 2 * s.q + 6 * s.q / ranks
             in_flight = exchanging + 4 * s.next_kappa if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
             sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
-            stage = sums + 4 * s.q + 4 * s.kappa + 2 * s.q + expanded + s.in_flight(3 if mode.memory == "keep" else 2)
+            attending = 6 * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + s.expanded)
+            stage = sums + attending + s.in_flight(3 if mode.memory == "keep" else 2)
         peak = max(peak, incoming + stage)
     return peak
 
@@ -143,89 +167,3 @@ def _per_rank(layer: LayerShape, ranks: int) -> tuple[float, float, float]:
         max(layer.kv_heads / ranks, 1.0),
         layer.hidden_size / (ranks * layer.head_dim),
     )
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts bytes of live tensor storages that are made while it is active; exact.
-
-    Works on real and on fake tensors; repeatable on fake ones (with real collectives a worker thread may hold
-    a buffer a moment longer). A storage that was there before counts from its first use: use inputs once
-    before the baseline is read. ``current`` and ``peak`` are in bytes, blocks rounded as the CUDA
-    caching allocator does. What a kernel allocates and frees inside one operator is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0
-        self.peak = 0
-        self._live: dict[int, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
-        self.peak = max(self.peak, self.current)
-        return result
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
-        self.peak = self.current
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
-        if size == 0 or key in self._live:
-            return
-        self._live[key] = size
-        self.current += size
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.current -= self._live.pop(key)
-
-
-class FlashWorkspace(TorchCudaFlash):
-    """PyTorch's CUDA flash kernel that also allocates, visibly, what FlashAttention 2's backward does inside.
-
-    For measuring with :class:`LiveMemory` on fake tensors: fp32 dq, the row sums, and under GQA dk and dv
-    expanded to query heads (``mha_bwd`` in flash-attention's ``flash_api.cpp``).
-    """
-
-    def refusal(self, request: KernelRequest) -> str | None:
-        """None: fake tensors need no GPU."""
-        return None
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        workspace = _flash_workspace(q, k)
-        grads = super().backward(dout, q, k, v, out, lse, spec)
-        del workspace
-        return grads
-
-    def backward_block(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-        spec: AttentionSpec,
-        start: int,
-        first_key: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
-        workspace = _flash_workspace(tensors[1], tensors[2])
-        grads = super().backward_block(tensors, spec, start, first_key)
-        del workspace
-        return grads
-
-
-def _flash_workspace(q: Tensor, k: Tensor) -> list[Tensor]:
-    """What FlashAttention 2's backward allocates beside its results."""
-    workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
-    if q.shape[1] != k.shape[1]:
-        expanded = (q.shape[0], q.shape[1], k.shape[2], q.shape[3])
-        workspace += [q.new_empty(expanded), q.new_empty(expanded)]
-    return workspace

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MEMORY = ("keep", "recompute", "fused", "blocks")
 """From most memory and least work to least memory and most work; see :class:`Mode`."""
-_STAGES_OF_ROUNDED_Y = 4
 ACCUMULATE = ("auto", "float32")
+PRODUCT_PIECES = 64
+"""Pieces in which a product is added to a sum of a wider dtype: fewer where they would be small."""
+_STAGES_OF_ROUNDED_Y = 4
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,23 @@ class Mode:
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that dx is summed in over stages."""
-        return torch.promote_types(dtype, torch.float32) if self.accumulate == "float32" else dtype
+        return _promoted(dtype) if self.accumulate == "float32" else dtype
+
+    def sums_y_exactly(self, stages: int) -> bool:
+        """Whether y is summed over stages in float32."""
+        return stages > 1 and (self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y)
 
     def y_sum_dtype(self, dtype: torch.dtype, stages: int) -> torch.dtype:
         """The dtype that y is summed in over stages: its memory is forward's, which is not the training peak."""
-        exact = stages > 1 and (self.accumulate == "float32" or stages > _STAGES_OF_ROUNDED_Y)
-        return torch.promote_types(dtype, torch.float32) if exact else dtype
+        return _promoted(dtype) if self.sums_y_exactly(stages) else dtype
 
     def kv_sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that dK and dV are summed in over stages and blocks; for bfloat16 see ``sums.ScaledSum``."""
         exact = self.accumulate == "float32" or self.blocks > 1
-        return torch.promote_types(dtype, torch.float32) if exact else dtype
+        return _promoted(dtype) if exact else dtype
+
+
+def _promoted(dtype: torch.dtype) -> torch.dtype:
+    import torch  # here, as the closed forms of memory and `upipe plan` need none
+
+    return torch.promote_types(dtype, torch.float32)

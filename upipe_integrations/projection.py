@@ -22,13 +22,12 @@ from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
+from upipe_integrations.mode import PRODUCT_PIECES
 from upipe_integrations.schedule import HeadChunk
 from upipe_integrations.sums import ScaledSum
 
-PRODUCT_PIECES = 64
-"""Pieces in which a product is added to a sum of a wider dtype; fewer where they would be smaller than this."""
 _PIECES_OF_SCALED = 16
-"""And to a ScaledSum, which is made where memory is not at its peak."""
+"""Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
 _ROWS_OF_PIECE = 2048
 _DEPTH_OF_PIECE = 512
 
