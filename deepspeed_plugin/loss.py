@@ -151,13 +151,9 @@ def _reduced(
     elif reduction == "sum":
         raise ValueError('step_tokens with reduction = "sum": a sum is divided by nothing; leave one of them out.')
     else:
-        # DeepSpeed averages over both of these.
         replicas = engine.seq_dp_world_size // engine.sequence_parallel_size
-        share = (
-            total
-            * (engine.gradient_accumulation_steps() * replicas)
-            / torch.as_tensor(step_tokens, device=total.device).clamp(min=1)
-        )
+        averaged = engine.gradient_accumulation_steps() * replicas  # DeepSpeed divides by it
+        share = total * averaged / torch.as_tensor(step_tokens, device=total.device).clamp(min=1)
     return share * gradient_factor(engine)
 
 

@@ -228,6 +228,10 @@ def _engine_loss(engine, name: str, batch, micro_batches) -> tuple[torch.Tensor,
     if name.startswith("preference"):
         how = "mean" if name.endswith("mean") else "sum"
         scores = deepspeed_plugin.sequence_log_probs(engine, inputs, labels, reduction=how, tile_rows=5)
+        with torch.no_grad():  # as a reference model's are computed
+            reference = deepspeed_plugin.sequence_log_probs(engine, inputs, labels, reduction=how, tile_rows=7)
+        assert not reference.requires_grad
+        torch.testing.assert_close(reference, scores.detach())
         loss = -F.logsigmoid(BETA * (scores[0] - scores[1]))
         return loss, loss.detach()
     how = {"reduction": "sum" if name.endswith("sum") else "mean"}
