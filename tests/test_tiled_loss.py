@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.models import make_model, shard, worst
 from tests.ranks import run_ranks
@@ -348,6 +350,44 @@ def _refused() -> dict[str, str]:
         assert name == "head" or "forward" not in vars(model.lm_head)
         engine.destroy()
     return results
+
+
+class _RowsOfLogits(TorchDispatchMode):
+    """The most rows of any tensor that ends with the vocabulary."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.dim() and t.shape[-1] == 64:
+                self.most = max(self.most, t.numel() // 64)
+        return result
+
+
+def _rows_of_logits() -> dict[bool, int]:
+    import deepspeed_plugin
+    from tests.test_deepspeed import ds_config, make_engine
+
+    found = {}
+    ids = torch.randint(0, 64, (1, 100))
+    for tiled in (True, False):
+        engine = make_engine(make_model("llama"), ds_config(2))
+        with _RowsOfLogits() as rows:
+            if tiled:
+                loss = deepspeed_plugin.tiled_sequence_parallel_loss(engine, {"input_ids": ids}, ids, tile_rows=5)
+            else:
+                loss = deepspeed_plugin.sequence_parallel_loss(engine, engine(input_ids=ids).logits, ids)
+            engine.backward(loss)
+        found[tiled] = rows.most
+        engine.destroy()
+    return found
+
+
+def test_an_engine_never_has_whole_logits():
+    pytest.importorskip("deepspeed")
+    hidden = 48  # rows of the head's weight, transposed for its product
+    assert run_ranks(1, _rows_of_logits) == [{True: hidden, False: 100}]
 
 
 def test_what_the_tiled_loss_cannot_serve_is_refused_by_name():
