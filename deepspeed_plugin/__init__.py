@@ -7,15 +7,24 @@ imported here.
 
 from deepspeed_plugin.checkpointing import enable_checkpointing
 from deepspeed_plugin.distributed import DistributedAttention
-from deepspeed_plugin.loss import group_mean_loss, sequence_parallel_loss
+from deepspeed_plugin.loss import (
+    group_mean_loss,
+    labelled_tokens,
+    sequence_log_probs,
+    sequence_parallel_loss,
+    tiled_sequence_parallel_loss,
+)
 from deepspeed_plugin.switch import register, unregister
 
 __all__ = [
     "DistributedAttention",
     "enable_checkpointing",
     "group_mean_loss",
+    "labelled_tokens",
     "register",
+    "sequence_log_probs",
     "sequence_parallel_loss",
+    "tiled_sequence_parallel_loss",
     "unregister",
 ]
 

@@ -1,34 +1,123 @@
-"""A loss whose gradients are those of one process at every ZeRO stage.
+"""Losses whose gradients are those of one process at every ZeRO stage, whole or without whole logits.
 
 DeepSpeed sums gradients over sequence-parallel ranks at ZeRO 0, 1 and 2 and averages them at ZeRO-3 (with
 its default ``reduce_scatter``). A loss that is right for one is off by the number of ranks for the other;
 Adam hides it, gradient clipping and logged norms do not.
+
+The tiled forms run the model with its output head replaced, for that call, by one that gives log-probabilities
+of the targets. The head's weight is read inside the head's own call, so that ZeRO-3 gathers it once in forward
+and once in backward, and gets its one gradient from autograd, so that it is scaled and reduced as every other
+is. DeepSpeed's ``TiledFusedLogitsLoss`` computes that gradient within forward instead: neither the division by
+accumulation steps nor by a token count reaches it, and a weight tied to the embedding is reduced too early.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from upipe_integrations.all_to_all import sum_over_group
-from upipe_integrations.sharding import mean_token_loss
+from upipe_integrations.sharding import IGNORED, count_labels, sequence_sums, summed_token_loss
+from upipe_integrations.tiled_loss import TILE_ROWS, token_log_probs
+
+Reduction = Literal["mean", "sum"]
 
 
-def sequence_parallel_loss(engine: Any, logits: Tensor, shift_labels: Tensor) -> Tensor:
-    """The loss to pass to ``engine.backward``: the mean cross entropy over the sequence-parallel group's tokens.
+def sequence_parallel_loss(
+    engine: Any,
+    logits: Tensor,
+    shift_labels: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    step_tokens: Tensor | int | None = None,
+) -> Tensor:
+    """The loss to pass to ``engine.backward``: the cross entropy of the sequence-parallel group's tokens.
 
     Args:
         engine: the DeepSpeed engine (UPipe or plain Ulysses).
         logits: `[B, L, vocabulary]` of this rank's rows.
         shift_labels: `[B, L]` next-token targets as ``UlyssesSPDataLoaderAdapter`` and ``shard_batch`` give
             them; -100 is not counted, and a rank may have none.
+        reduction: ``mean`` over the group's labelled tokens, or ``sum``. DeepSpeed then averages over
+            data-parallel replicas and accumulated micro-batches.
+        step_tokens: with ``mean``, the labelled tokens of the whole step, :func:`labelled_tokens` of all its
+            micro-batches: each token then weighs the same, however many its micro-batch has.
 
     Returns:
-        A scalar. To log the mean loss, sum it over the group (and at ZeRO-3 divide by the ranks):
-        :func:`group_mean_loss` does.
+        A scalar, this rank's share. To log the group's loss, use :func:`group_mean_loss`.
     """
-    return mean_token_loss(logits, shift_labels, _group(engine)) * gradient_factor(engine)
+    return _reduced(engine, summed_token_loss(logits, shift_labels), shift_labels, reduction, step_tokens)
+
+
+def tiled_sequence_parallel_loss(
+    engine: Any,
+    inputs: Mapping[str, Any],
+    shift_labels: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    step_tokens: Tensor | int | None = None,
+    tile_rows: int = TILE_ROWS,
+) -> Tensor:
+    """:func:`sequence_parallel_loss` of ``engine(**inputs)``, with logits of `tile_rows` rows at a time.
+
+    Args:
+        engine: as above; its module is a Transformers causal LM with a linear output head, tied or not.
+        inputs: what the model takes, without labels: this rank's shard.
+        shift_labels, reduction, step_tokens: as above.
+        tile_rows: rows whose logits are alive at a time.
+
+    Raises:
+        ValueError: the head is not a plain linear layer, the model changes logits after its head, or shapes
+            do not fit.
+    """
+    log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=tile_rows)
+    return _reduced(engine, -log_probs.sum(), shift_labels, reduction, step_tokens)
+
+
+def sequence_log_probs(
+    engine: Any,
+    inputs: Mapping[str, Any],
+    shift_labels: Tensor,
+    *,
+    reduction: Reduction = "sum",
+    tile_rows: int = TILE_ROWS,
+) -> Tensor:
+    """`[B]` log-probabilities of whole sequences, for preference losses (DPO and the like).
+
+    The same on every rank of the group; compute the loss from them on every rank alike and pass it to
+    ``engine.backward`` as it is. The gradient factor of the ZeRO stage is inside. Without gradients under
+    ``torch.no_grad`` (a reference model's).
+
+    Args:
+        engine, inputs, shift_labels, tile_rows: as for :func:`tiled_sequence_parallel_loss`.
+        reduction: ``sum`` over a sequence's labelled tokens, or their ``mean``.
+    """
+    _check_reduction(reduction)
+    log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=tile_rows)
+    sums = sequence_sums(log_probs, _group(engine), gradient_factor(engine))
+    if reduction == "sum":
+        return sums
+    return sums / sum_over_group((shift_labels != IGNORED).sum(1), _group(engine)).clamp(min=1)
+
+
+def target_log_probs(
+    engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor, *, tile_rows: int = TILE_ROWS
+) -> Tensor:
+    """`[B, L]` log-probabilities of this rank's targets, 0 where there are none: what the tiled forms sum."""
+    if "labels" in inputs or "shift_labels" in inputs:
+        raise ValueError("inputs has labels: take them out; targets are the argument shift_labels, already shifted.")
+    with _head_gives_log_probs(engine.module, shift_labels, tile_rows):
+        given: Tensor = engine(**inputs).logits
+    if given.shape != (*shift_labels.shape, 2) or not bool((given.detach()[..., 1] == 1).all()):
+        raise ValueError(
+            f"{type(engine.module).__name__} changes logits after its output head (a softcap or scale), or does not "
+            "call the head on every row: a tiled loss would not be the model's. Use sequence_parallel_loss."
+        )
+    return given[..., 0]
 
 
 def gradient_factor(engine: Any) -> int:
@@ -38,8 +127,64 @@ def gradient_factor(engine: Any) -> int:
 
 
 def group_mean_loss(engine: Any, loss: Tensor) -> Tensor:
-    """The group's mean loss from every rank's :func:`sequence_parallel_loss`, for logging; no gradient."""
+    """The group's loss from every rank's share, for logging; no gradient.
+
+    With ``step_tokens``, its mean over the step's micro-batches and replicas is the step's loss.
+    """
     return sum_over_group(loss, _group(engine)) / gradient_factor(engine)
+
+
+def labelled_tokens(engine: Any, shift_labels: Iterable[Tensor]) -> Tensor:
+    """Labelled tokens of these micro-batches on all ranks, data-parallel replicas included: ``step_tokens``."""
+    counts = [(labels != IGNORED).sum() for labels in shift_labels]
+    if not counts:
+        raise ValueError("shift_labels is empty: give the labels of every micro-batch of the step.")
+    return sum_over_group(torch.stack(counts).sum(), engine.seq_data_parallel_group)
+
+
+def _reduced(
+    engine: Any, total: Tensor, shift_labels: Tensor, reduction: Reduction, step_tokens: Tensor | int | None
+) -> Tensor:
+    _check_reduction(reduction)
+    if step_tokens is None:
+        share = total if reduction == "sum" else total / count_labels(shift_labels, _group(engine)).clamp(min=1)
+    elif reduction == "sum":
+        raise ValueError('step_tokens with reduction = "sum": a sum is divided by nothing; leave one of them out.')
+    else:
+        replicas = engine.seq_dp_world_size // engine.sequence_parallel_size
+        averaged = engine.gradient_accumulation_steps() * replicas  # DeepSpeed divides by it
+        share = total * averaged / torch.as_tensor(step_tokens, device=total.device).clamp(min=1)
+    return share * gradient_factor(engine)
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction = {reduction!r}: must be "mean" or "sum".')
+
+
+@contextmanager
+def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int) -> Iterator[None]:
+    """The model's output head gives, for each row, the log-probability of its target, and 1.
+
+    The 1 comes back changed if the model does anything to logits after the head.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise ValueError(
+            f"{type(model).__name__} has {type(head).__name__} as its output head: a tiled loss needs get_output_"
+            "embeddings() to give a plain nn.Linear. Use sequence_parallel_loss."
+        )
+
+    def forward(hidden: Tensor) -> Tensor:
+        log_probs = token_log_probs(hidden, head.weight, head.bias, shift_labels, tile_rows=tile_rows)
+        return torch.stack((log_probs, torch.ones_like(log_probs)), -1)
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _group(engine: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,11 +135,40 @@ def mean_token_loss(logits: Tensor, shifted_labels: Tensor, group: Group) -> Ten
         Gradients *summed* over the group are those of one process; where they are averaged, multiply by
         the ranks (``deepspeed_plugin.sequence_parallel_loss`` does so).
     """
-    total = F.cross_entropy(
-        logits.flatten(0, -2).float(), shifted_labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    count = sum_over_group((shifted_labels != IGNORED).sum(), group)
-    return total / count.clamp(min=1)
+    return summed_token_loss(logits, shifted_labels) / count_labels(shifted_labels, group).clamp(min=1)
+
+
+def summed_token_loss(logits: Tensor, shifted_labels: Tensor) -> Tensor:
+    """The sum of this rank's token losses, in float32 or the logits' wider dtype; see :func:`mean_token_loss`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), shifted_labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_labels(shifted_labels: Tensor, group: Group) -> Tensor:
+    """The number of labelled tokens on all ranks of `group`."""
+    return sum_over_group((shifted_labels != IGNORED).sum(), group)
+
+
+def sequence_sums(values: Tensor, group: Group, gradient_factor: float = 1) -> Tensor:
+    """`[B, L]` values of this rank's tokens -> `[B]` sums over the whole sequences, the same on every rank.
+
+    For a loss of whole sequences (DPO and the like) that every rank then computes alike. The gradient of such
+    a loss passes to this rank's tokens as it is, times `gradient_factor`: gradients of parameters *summed*
+    over the group are those of one process; where they are averaged, give the ranks.
+    """
+    result: Tensor = _SequenceSums.apply(values, group, gradient_factor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SequenceSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group, gradient_factor: float) -> Tensor:
+        ctx.shape, ctx.gradient_factor = values.shape, gradient_factor
+        return sum_over_group(values.sum(1), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (grad * ctx.gradient_factor)[:, None].expand(ctx.shape), None, None
 
 
 def _check_same_batch(batch: Mapping[str, Tensor], group: Group) -> None:
