@@ -36,7 +36,8 @@ engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config={{
     "train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam", "params": {{"torch_adam": True}}}},
     "zero_optimization": {{"stage": 1}}, "sequence_parallel_size": ranks, "upipe": {{"chunk_heads": ranks}}}})
 upipe = getattr(engine, "upipe", None)
-print("RESULT", torch.distributed.get_rank(), ranks, None if upipe is None else upipe.layers, flush=True)
+result = f"RESULT {{torch.distributed.get_rank()}} {{ranks}} {{None if upipe is None else upipe.layers}}\\n"
+os.write(1, result.encode())  # whole: the ranks share a pipe
 """
 ON = "['model.layers.0.self_attn']"
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -97,27 +98,33 @@ def test_without_the_argument_nothing_is_carried():
     assert "upipe: " not in printed
 
 
-def _options(patched: bool) -> tuple[list[tuple], str]:
-    """Every option of Megatron's parser, and the help of ours (this release's own help has a stray % and can't be
-    printed whole)."""
-    import argparse
-
-    if patched:
-        upipe_autoload.megatron()
-    from megatron.training import arguments
-
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-    shown = [(a.option_strings, a.dest, a.default, a.help) for a in parser._actions]
-    groups = [group for group in parser._action_groups if group.title == "upipe"]
-    formatter = parser._get_formatter()
-    for group in groups:
+OPTIONS = """
+import argparse, json
+{first}
+from megatron.training import arguments
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+formatter = parser._get_formatter()
+for group in parser._action_groups:
+    if group.title == "upipe":  # the whole can't be printed: this release's own help has a stray %
         formatter.add_arguments(group._group_actions)
-    return [tuple(map(str, option)) for option in shown], formatter.format_help()
+options = [[str(x) for x in (a.option_strings, a.dest, a.default, a.help)] for a in parser._actions]
+print(json.dumps([options, formatter.format_help()]))
+"""
+
+
+def _options(first: str) -> tuple[list[list[str]], str]:
+    """Every option of Megatron's parser, and the help of ours; `first` is run before Megatron is imported.
+
+    In a Python of its own, in which no entry point of an installed package has been called.
+    """
+    shown = _python("-c", OPTIONS.format(first=first), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    options, ours = json.loads(shown.stdout.splitlines()[-1])
+    return options, ours
 
 
 @needs_training
 def test_help_shows_the_arguments_and_is_otherwise_unchanged():
-    (with_ours, ours), (without, nothing) = run_in_process(_options, True), run_in_process(_options, False)
+    (with_ours, ours), (without, nothing) = _options("import megatron_patch; megatron_patch.register()"), _options("")
     assert "--context-parallel-impl {native,upipe}" in ours and "--upipe-chunk-heads N|auto" in ours
     for field in dataclasses.fields(UPipeConfig):
         assert f"--upipe-{field.name.replace('_', '-')}" in ours
