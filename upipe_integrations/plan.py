@@ -79,7 +79,7 @@ class Setup:
             UPipe's attention, so that it is not run once more).
         offload: what is in host memory, of ``OFFLOAD``.
         tiled_mlp: the MLP runs in tiles of E rows that are checkpointed (ALST's TiledMLP).
-        tiled_loss: logits are formed for some rows at a time (ALST's tiled loss, Liger's fused one).
+        tiled_loss: logits are formed for some rows at a time (``deepspeed_plugin.tiled_sequence_parallel_loss``).
 
     Raises:
         ValueError: a value out of range, or one the host does not have; the message names option, rule and remedy.

@@ -171,7 +171,7 @@ def deepspeed_notes(setup: Setup) -> list[str]:
     if setup.tiled_mlp:
         said.append("MLPs through DeepSpeed's TiledMLP")
     if setup.tiled_loss:
-        said.append("the loss in tiles (DeepSpeed's sequence_tiled_compute, or Liger's)")
+        said.append("the loss by deepspeed_plugin.tiled_sequence_parallel_loss")
     return [f"and in the training script: {'; '.join(said)}"] if said else []
 
 
