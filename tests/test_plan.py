@@ -310,12 +310,12 @@ def test_the_blocks_are_what_the_hosts_read(capsys):
 
 def _known_to_megatron(arguments: list[str]) -> list[str]:
     """What Megatron's own parser, with UPipe's arguments, does not know."""
-    from megatron.training.arguments import add_megatron_arguments
+    import upipe_autoload
 
-    from megatron_patch.arguments import add_arguments
+    upipe_autoload.megatron()
+    from megatron.training import arguments as megatron
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return add_arguments(parser).parse_known_args(arguments)[1]
+    return megatron.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args(arguments)[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron is not installed")
