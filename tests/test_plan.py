@@ -289,6 +289,7 @@ def _settings_of_blocks(ds_config: dict, arguments: list[str]) -> tuple[int, str
 
 def test_the_blocks_are_what_the_hosts_read(capsys):
     pytest.importorskip("deepspeed")
+    capsys.readouterr()  # DeepSpeed prints when it is imported
     words = [
         "plan",
         "llama3-8b",
