@@ -157,7 +157,7 @@ class UPipeSelfAttention(SelfAttention):
             if self.config.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        # Contiguous, as above; it is already where there is one sequence.
+        # Contiguous, for 0.16 as in _input; it is already where there is one sequence.
         result = result.contiguous()
         return reduce(result, group=self.pg_collection.tp), projection.bias if self.config.add_bias_linear else None
 

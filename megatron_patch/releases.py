@@ -33,7 +33,7 @@ def core_attention_at_one_rank(submodules: Any) -> Any:
 
 def sinks_of(attention: Any) -> Tensor | None:
     """`[heads of this rank]`, the logits of attention sinks; None without them."""
-    kind = attention.config.softmax_type if hasattr(attention.config, "softmax_type") else "vanilla"
+    kind = getattr(attention.config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None
     offset: Tensor | None = getattr(attention.core_attention, "softmax_offset", None)

@@ -24,7 +24,7 @@ from upipe_integrations.all_to_all import send_view
 from upipe_integrations.heads import HeadRows, add_heads, copy_heads, take_heads
 from upipe_integrations.mode import PRODUCT_PIECES
 from upipe_integrations.schedule import HeadChunk
-from upipe_integrations.sums import ScaledSum
+from upipe_integrations.sums import ScaledSum, Sum
 
 _PIECES_OF_SCALED = 16
 """Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
@@ -254,23 +254,6 @@ class Projection:
 
 
 @dataclass
-class RowSum:
-    """A stage's rows of a weight gradient; where they come in blocks, each and their sum are in float32."""
-
-    total: Tensor | None = None
-
-    def add(self, rows: Tensor) -> None:
-        """Add a block's rows, or take the stage's as they are."""
-        self.total = rows if self.total is None else self.total.add_(rows)
-
-    def take(self) -> Tensor:
-        """The sum, which is given away."""
-        total, self.total = self.total, None
-        assert total is not None
-        return total
-
-
-@dataclass
 class ProjectionGradient:
     """Gradients of one :class:`Projection`, accumulated stage by stage; None where none is wanted."""
 
@@ -278,8 +261,8 @@ class ProjectionGradient:
     weight: Tensor | None
     bias: Tensor | None
     function: list[Tensor | None] = dataclasses.field(default_factory=list)
-    _weight_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
-    _bias_rows: RowSum = dataclasses.field(default_factory=lambda: RowSum())
+    _weight_rows: Sum = dataclasses.field(default_factory=Sum)
+    _bias_rows: Sum = dataclasses.field(default_factory=Sum)
 
     @classmethod
     def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
@@ -315,9 +298,9 @@ class ProjectionGradient:
         by_token = grad.flatten(0, 1).flatten(1, 2)
         dtype = x.dtype if rows is None else torch.promote_types(x.dtype, torch.float32)
         if self.weight is not None:
-            self._weight_rows.add(product(by_token.t(), x.flatten(0, 1), dtype))
+            self._weight_rows.add_(product(by_token.t(), x.flatten(0, 1), dtype))
         if self.bias is not None:
-            self._bias_rows.add(by_token.sum(0, dtype=dtype))
+            self._bias_rows.add_(by_token.sum(0, dtype=dtype))
         if rows is None:
             self.end_blocks(chunk)
         return by_token, projection._rows(projection.weight, heads, x.dtype)

@@ -43,7 +43,6 @@ from upipe_integrations.projection import (
     OutputProjection,
     Projection,
     ProjectionGradient,
-    RowSum,
     add_products,
 )
 from upipe_integrations.schedule import HeadChunk, Schedule, Stage
@@ -414,7 +413,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         dx = x.new_zeros(B, L, E, dtype=sum_dtype)
     kh = vh = dk = dv = None
     steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
-    of_output = RowSum()
+    of_output = Sum()
 
     def ask(step: tuple[Stage, slice]) -> list[_Arriving | None]:
         stage, rows = step
@@ -446,7 +445,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
         del factors
         if grads.output is not None:
             _zero_padding(o, stage.q)
-            of_output.add(output.weight_rows(o, grad[:, rows], torch.promote_types(call.dtype, torch.float32)))
+            of_output.add_(output.weight_rows(o, grad[:, rows], torch.promote_types(call.dtype, torch.float32)))
         del pieces, dq, o
         if rows.stop < L:
             continue

@@ -13,21 +13,21 @@ _SMALLEST_EXPONENT = -100
 
 
 class Sum:
-    """A sum made in `dtype`; the first part is taken as it is where it has that dtype."""
+    """A sum made in `dtype` (None: the parts'); the first part is taken as it is where it has that dtype."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._total: Tensor | None = None
 
     def add_(self, part: Tensor) -> None:
         """Add a part, which is given away."""
-        self._total = part.to(self._dtype) if self._total is None else self._total.add_(part)
+        self._total = part.to(self._dtype or part.dtype) if self._total is None else self._total.add_(part)
 
-    def take(self, dtype: torch.dtype) -> Tensor:
-        """The sum in `dtype`, which is given away."""
+    def take(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum in `dtype` (None: as it was made), which is given away."""
         total, self._total = self._total, None
         assert total is not None
-        return total.to(dtype)
+        return total.to(dtype or total.dtype)
 
 
 class ScaledSum:
