@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.logits import LogitsFunction, RecordedLogits, head_logits, logits_function
 from upipe_integrations.all_to_all import sum_over_group
 from upipe_integrations.sharding import IGNORED, count_labels, sequence_sums, summed_token_loss
 from upipe_integrations.tiled_loss import TILE_ROWS, token_log_probs
@@ -110,14 +111,24 @@ def target_log_probs(
     """`[B, L]` log-probabilities of this rank's targets, 0 where there are none: what the tiled forms sum."""
     if "labels" in inputs or "shift_labels" in inputs:
         raise ValueError("inputs has labels: take them out; targets are the argument shift_labels, already shifted.")
-    with _head_gives_log_probs(engine.module, shift_labels, tile_rows):
-        given: Tensor = engine(**inputs).logits
-    if given.shape != (*shift_labels.shape, 2) or not bool((given.detach()[..., 1] == 1).all()):
+    name = type(engine.module).__name__
+    with _head_gives_log_probs(engine.module, shift_labels, tile_rows) as expected:
+        output = engine(**inputs)
+    logits = output.logits
+    done = logits.done if isinstance(logits, RecordedLogits) else None
+    if done is None or done.without_last_casts() != expected.without_last_casts():
         raise ValueError(
-            f"{type(engine.module).__name__} changes logits after its output head (a softcap or scale), or does not "
-            "call the head on every row: a tiled loss would not be the model's. Use sequence_parallel_loss."
+            f"{name} changes logits after its output head in a way that the forward of the head's module does not "
+            f"show (done: {done or 'unknown'}; shown: {expected}): a tiled loss would not be the model's. Use "
+            "sequence_parallel_loss."
         )
-    return given[..., 0]
+    if getattr(output, "aux_loss", None) is not None:
+        raise ValueError(
+            f"output_router_logits = True: {name} adds a load-balancing loss to its own. A rank's rows alone don't "
+            "give it, and a loss of logits or log-probabilities leaves it out. Set output_router_logits = False."
+        )
+    log_probs: Tensor = logits.as_subclass(Tensor)
+    return log_probs
 
 
 def gradient_factor(engine: Any) -> int:
@@ -163,10 +174,11 @@ def _check_reduction(reduction: str) -> None:
 
 
 @contextmanager
-def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int) -> Iterator[None]:
-    """The model's output head gives, for each row, the log-probability of its target, and 1.
+def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int) -> Iterator[LogitsFunction]:
+    """In the place of logits, the output head gives log-probabilities of targets, `[B, L]` in a RecordedLogits.
 
-    The 1 comes back changed if the model does anything to logits after the head.
+    Yields:
+        What the model is expected to do to the logits, and is in the log-probabilities.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -175,14 +187,17 @@ def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int
             f"{type(model).__name__} has {type(head).__name__} as its output head: a tiled loss needs get_output_"
             "embeddings() to give a plain nn.Linear. Use sequence_parallel_loss."
         )
+    expected = logits_function(model, head)
 
-    def forward(hidden: Tensor) -> Tensor:
-        log_probs = token_log_probs(hidden, head.weight, head.bias, shift_labels, tile_rows=tile_rows)
-        return torch.stack((log_probs, torch.ones_like(log_probs)), -1)
+    def forward(hidden: Tensor) -> RecordedLogits:
+        log_probs = token_log_probs(
+            hidden, head.weight, head.bias, shift_labels, logits_function=expected, tile_rows=tile_rows
+        )
+        return RecordedLogits.of(log_probs, head_logits(hidden, shift_labels.shape, head.out_features))
 
     head.forward = forward
     try:
-        yield
+        yield expected
     finally:
         del head.forward
 
