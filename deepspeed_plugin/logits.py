@@ -88,6 +88,22 @@ class LogitsFunction:
             operations.pop()
         return LogitsFunction(tuple(operations))
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap c, where this is c * tanh(logits / c); None where it is nothing.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        operations = [o for o in self.operations if o.function.__name__ not in _CASTS]
+        if not operations:
+            return None
+        if [o.function.__name__ for o in operations] != ["div", "tanh", "mul"] or operations[0].args != operations[
+            2
+        ].args:
+            raise ValueError(f"not a softcap: {self}")
+        return float(operations[0].args[0])
+
 
 class RecordedLogits(Tensor):
     """Data of any shape in the place of logits: what is done to the logits is recorded and not done to the data.
@@ -121,8 +137,9 @@ class RecordedLogits(Tensor):
                 operation = Operation(func, args[1:], kwargs)
                 if operation.treats_rows_alike:
                     return cls.of(self.view_as(self), operation(self.logits), self.done.then(operation))
-            result = func(*args, **kwargs)  # autograd's questions and hooks
-        if isinstance(result, Tensor):
+            # What is left are autograd's questions and hooks, which give no tensor.
+            result = None if name == "__setitem__" else func(*args, **kwargs)
+        if isinstance(result, Tensor) or name == "__setitem__":
             raise _UnknownOperation(
                 f"the model does {name!r} to its logits after the output head, and a tiled loss does not know how "
                 "to do that to some rows at a time. Use sequence_parallel_loss."
