@@ -86,7 +86,9 @@ def tiled_sequence_parallel_loss(
     """
     _check_reduction(reduction)
     if kernel == "torch":
-        log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=tile_rows or TILE_ROWS)
+        log_probs = target_log_probs(
+            engine, inputs, shift_labels, tile_rows=TILE_ROWS if tile_rows is None else tile_rows
+        )
     elif kernel != "liger":
         raise ValueError(f'kernel = {kernel!r}: must be "torch" or "liger".')
     elif tile_rows is not None:
