@@ -13,18 +13,21 @@ accumulation steps nor by a token count reaches it, and a weight tied to the emb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.logits import LogitsFunction, RecordedLogits, head_logits, logits_function
 from upipe_integrations.all_to_all import sum_over_group
 from upipe_integrations.sharding import IGNORED, count_labels, sequence_sums, summed_token_loss
 from upipe_integrations.tiled_loss import TILE_ROWS, token_log_probs
 
 Reduction = Literal["mean", "sum"]
+TiledKernel = Literal["torch", "liger"]
 
 
 def sequence_parallel_loss(
@@ -60,22 +63,64 @@ def tiled_sequence_parallel_loss(
     *,
     reduction: Reduction = "mean",
     step_tokens: Tensor | int | None = None,
-    tile_rows: int = TILE_ROWS,
+    tile_rows: int | None = None,
+    kernel: TiledKernel = "torch",
 ) -> Tensor:
     """:func:`sequence_parallel_loss` of ``engine(**inputs)``, with logits of `tile_rows` rows at a time.
+
+    What the model does to its logits after the head (a softcap, a scale) is done to those of each tile.
 
     Args:
         engine: as above; its module is a Transformers causal LM with a linear output head, tied or not.
         inputs: what the model takes, without labels: this rank's shard.
         shift_labels, reduction, step_tokens: as above.
-        tile_rows: rows whose logits are alive at a time.
+        tile_rows: rows whose logits are alive at a time; None is 1024.
+        kernel: ``torch``, or ``liger``: Liger's fused linear cross entropy (liger-kernel, a GPU). It forms gradients
+            in forward, one matrix product fewer, and holds the head's, whole, until backward; it chooses its tiles.
+            Its rounding differs, so it is not chosen unasked.
 
     Raises:
-        ValueError: the head is not a plain linear layer, the model changes logits after its head, or shapes
-            do not fit.
+        ValueError: the head is not a plain linear layer, the model does something to its logits that can't be done
+            by rows, or that `kernel` does not know, or adds a loss of its routers; or shapes do not fit.
+        ImportError: liger-kernel is asked for and missing.
     """
-    log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=tile_rows)
+    _check_reduction(reduction)
+    if kernel == "torch":
+        log_probs = target_log_probs(
+            engine, inputs, shift_labels, tile_rows=TILE_ROWS if tile_rows is None else tile_rows
+        )
+    elif kernel != "liger":
+        raise ValueError(f'kernel = {kernel!r}: must be "torch" or "liger".')
+    elif tile_rows is not None:
+        raise ValueError(f'tile_rows = {tile_rows} with kernel = "liger": Liger chooses its tiles; leave it out.')
+    else:
+        fused = _liger()
+
+        def compute(hidden: Tensor, head: nn.Linear, done: LogitsFunction) -> Tensor:
+            x, y = hidden.flatten(0, -2), shift_labels.flatten()
+            # Sums over its tiles in float32: in bfloat16 a sum of many tiles loses the last.
+            given = {"bias": head.bias, "ignore_index": IGNORED, "reduction": "sum", "accum_dtype": torch.float32}
+            return -fused(x, head.weight, y, softcap=done.softcap, **given)
+
+        log_probs = _run_with_head(engine, inputs, shift_labels, compute, only_softcap=True)
     return _reduced(engine, -log_probs.sum(), shift_labels, reduction, step_tokens)
+
+
+def _liger() -> Any:
+    try:
+        from liger_kernel.transformers import functional
+    except ImportError:
+        raise ImportError('kernel = "liger" needs liger-kernel: pip install liger-kernel') from None
+    fused = functional.liger_fused_linear_cross_entropy
+    missing = {"bias", "ignore_index", "reduction", "softcap", "accum_dtype"} - inspect.signature(
+        fused
+    ).parameters.keys()
+    if missing:
+        raise ValueError(
+            f'kernel = "liger": this liger-kernel has no {", ".join(sorted(missing))} in '
+            "liger_fused_linear_cross_entropy. Update it (0.8.5 has them), or leave kernel out."
+        )
+    return fused
 
 
 def sequence_log_probs(
@@ -108,16 +153,11 @@ def target_log_probs(
     engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor, *, tile_rows: int = TILE_ROWS
 ) -> Tensor:
     """`[B, L]` log-probabilities of this rank's targets, 0 where there are none: what the tiled forms sum."""
-    if "labels" in inputs or "shift_labels" in inputs:
-        raise ValueError("inputs has labels: take them out; targets are the argument shift_labels, already shifted.")
-    with _head_gives_log_probs(engine.module, shift_labels, tile_rows):
-        given: Tensor = engine(**inputs).logits
-    if given.shape != (*shift_labels.shape, 2) or not bool((given.detach()[..., 1] == 1).all()):
-        raise ValueError(
-            f"{type(engine.module).__name__} changes logits after its output head (a softcap or scale), or does not "
-            "call the head on every row: a tiled loss would not be the model's. Use sequence_parallel_loss."
-        )
-    return given[..., 0]
+
+    def compute(hidden: Tensor, head: nn.Linear, done: LogitsFunction) -> Tensor:
+        return token_log_probs(hidden, head.weight, head.bias, shift_labels, logits_function=done, tile_rows=tile_rows)
+
+    return _run_with_head(engine, inputs, shift_labels, compute)
 
 
 def gradient_factor(engine: Any) -> int:
@@ -162,11 +202,48 @@ def _check_reduction(reduction: str) -> None:
         raise ValueError(f'reduction = {reduction!r}: must be "mean" or "sum".')
 
 
-@contextmanager
-def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int) -> Iterator[None]:
-    """The model's output head gives, for each row, the log-probability of its target, and 1.
+def _run_with_head(
+    engine: Any,
+    inputs: Mapping[str, Any],
+    shift_labels: Tensor,
+    compute: Callable[[Tensor, nn.Linear, LogitsFunction], Tensor],
+    *,
+    only_softcap: bool = False,
+) -> Tensor:
+    """What ``compute(hidden, head, done to logits)`` gives in the head's own call, in the engine's forward."""
+    if "labels" in inputs or "shift_labels" in inputs:
+        raise ValueError("inputs has labels: take them out; targets are the argument shift_labels, already shifted.")
+    name = type(engine.module).__name__
+    with _head_computes(engine.module, shift_labels, compute, only_softcap) as expected:
+        output = engine(**inputs)
+    logits = output.logits
+    done = logits.done if isinstance(logits, RecordedLogits) else None
+    if done is None or done.without_last_casts() != expected.without_last_casts():
+        raise ValueError(
+            f"{name} changes logits after its output head in a way that the forward of the head's module does not "
+            f"show (done: {'unknown' if done is None else done}; shown: {expected}): a tiled loss would not be the "
+            "model's. Use sequence_parallel_loss."
+        )
+    if getattr(output, "aux_loss", None) is not None:
+        raise ValueError(
+            f"output_router_logits = True: {name} adds a load-balancing loss to its own. A rank's rows alone don't "
+            "give it, and a loss of logits or log-probabilities leaves it out. Set output_router_logits = False."
+        )
+    result: Tensor = logits.as_subclass(Tensor)
+    return result
 
-    The 1 comes back changed if the model does anything to logits after the head.
+
+@contextmanager
+def _head_computes(
+    model: nn.Module,
+    shift_labels: Tensor,
+    compute: Callable[[Tensor, nn.Linear, LogitsFunction], Tensor],
+    only_softcap: bool,
+) -> Iterator[LogitsFunction]:
+    """In the place of logits the output head gives what `compute` does, as RecordedLogits.
+
+    Yields:
+        What the model is expected to do to the logits, and `compute` has done.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -175,14 +252,28 @@ def _head_gives_log_probs(model: nn.Module, shift_labels: Tensor, tile_rows: int
             f"{type(model).__name__} has {type(head).__name__} as its output head: a tiled loss needs get_output_"
             "embeddings() to give a plain nn.Linear. Use sequence_parallel_loss."
         )
+    expected = logits_function(model, head)
+    if only_softcap:
+        try:
+            _ = expected.softcap
+        except ValueError:
+            raise ValueError(
+                f'kernel = "liger": {type(model).__name__} does {expected} to its logits, and Liger knows a softcap '
+                "alone. Leave kernel out."
+            ) from None
 
-    def forward(hidden: Tensor) -> Tensor:
-        log_probs = token_log_probs(hidden, head.weight, head.bias, shift_labels, tile_rows=tile_rows)
-        return torch.stack((log_probs, torch.ones_like(log_probs)), -1)
+    def forward(hidden: Tensor) -> RecordedLogits:
+        if hidden.shape[:-1] != shift_labels.shape:
+            raise ValueError(
+                f"shift_labels {tuple(shift_labels.shape)} and hidden states {tuple(hidden.shape)}: each row of hidden "
+                "states needs one label. Pass this rank's shard of both, and leave logits_to_keep out."
+            )
+        logits = head_logits(hidden, shift_labels.shape, head.out_features)
+        return RecordedLogits.of(compute(hidden, head, expected), logits)
 
-    head.forward = forward
+    head.forward = forward  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield expected
     finally:
         del head.forward
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.models import make_batch, worst
 from tests.ranks import run_ranks
 from tests.test_families import attached, sharded
+from tests.test_logits import tiled
 from tests.zoo import FAMILIES, LAYERS, VOCABULARY, tiny_model
 
 # Lengths of packed documents: one, and three of which the second lies across the shards.
@@ -31,8 +32,8 @@ Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_every_family.py` with Transform
 this page is not true. It builds a small random model of every causal-LM family (windows shorter than the sequence,
 softcap on, per-layer types mixed where the family mixes them) and attaches UPipe. What is served is run in float64 on 2
 ranks, with one document and with packed ones: logits, loss and the gradient of every parameter equal those of the
-unpatched model in one process, document by document. Everything else is refused when the engine is built, with the
-reason given here.
+unpatched model in one process, document by document, and loss and gradients of the tiled loss too. Everything else is
+refused when the engine is built, with the reason given here.
 
 """
 
@@ -76,7 +77,8 @@ def outcomes() -> dict[str, Outcome]:
         layers = find_attention(model).values()
         assert len(layers) == LAYERS, family
         wanted = [_one_process(model, batch, lengths) for lengths in PACKINGS]
-        errors, modes = [], "all"
+        without_logits = {name: t for name, t in wanted[0].items() if name != "logits"}
+        errors, modes = [max(worst(tiled(model, batch, "mean"), without_logits).values())], "all"
         for chunk_heads, memory in ((2, "keep"), (4, "fused"), (2, "blocks")):
             try:
                 attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)

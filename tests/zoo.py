@@ -38,6 +38,8 @@ _SMALL: dict[str, Any] = {
     ),
     **dict.fromkeys(("embedding_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0.0),
     **dict.fromkeys(("activation_dropout", "attention_probs_dropout"), 0.0),
+    # What is done to logits; the default of most is a factor of 1.
+    **{"logits_scaling": 3.0, "logit_scale": 0.25, "lm_head_multiplier": 0.4, "unpadded_vocab_size": VOCABULARY},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 # Where a family needs something else to be built at this size.

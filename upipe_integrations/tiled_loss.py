@@ -10,6 +10,7 @@ Shapes: B batch, L rows of one rank, E hidden size, V vocabulary, t rows of a ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +25,22 @@ TILE_ROWS = 1024
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, shifted_labels: Tensor, *, tile_rows: int = TILE_ROWS
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shifted_labels: Tensor,
+    *,
+    logits_function: Callable[[Tensor], Tensor] | None = None,
+    tile_rows: int = TILE_ROWS,
 ) -> Tensor:
-    """The log-probability of every row's target under ``softmax(hidden @ weight.T + bias)``.
+    """The log-probability of every row's target under ``softmax(logits_function(hidden @ weight.T + bias))``.
 
     Args:
         hidden: `[B, L, E]`.
         weight, bias: of the output head, `[V, E]` and `[V]` or None.
         shifted_labels: `[B, L]`, already shifted; rows of -100 give 0 and no gradient.
+        logits_function: what is done to logits (a softcap, a scale), row by row: from `[t, V]` to `[t, V]`, or to the
+            first few of V. It holds no parameters, and is called again, for its gradient, in backward.
         tile_rows: rows of B * L whose logits are alive at a time.
 
     Returns:
@@ -52,22 +61,32 @@ def token_log_probs(
         dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    result: Tensor = _TiledLogProbs.apply(hidden, weight, bias, shifted_labels, tile_rows)  # type: ignore[no-untyped-call]
+    result: Tensor = _TiledLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, shifted_labels, logits_function, tile_rows
+    )
     return result
 
 
 class _TiledLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile_rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        logits_function: Callable[[Tensor], Tensor] | None,
+        tile_rows: int,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.tile_rows = tile_rows
+        ctx.logits_function, ctx.tile_rows = logits_function, tile_rows
         result = hidden.new_empty(labels.numel(), dtype=_wide(hidden.dtype))
         tiles = (t.split(tile_rows) for t in (result, hidden.flatten(0, -2), labels.flatten()))
         with torch.autocast(hidden.device.type, enabled=False):
             for out, x, y in zip(*tiles, strict=True):
                 logits = F.linear(x, weight, bias)
+                if logits_function is not None:
+                    logits = logits_function(logits)
                 out.copy_(F.cross_entropy(logits.to(out.dtype), y, ignore_index=IGNORED, reduction="none").neg_())
                 del logits
         return result.view(labels.shape)
@@ -87,7 +106,7 @@ class _TiledLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             first = 0
             for g, x, y in zip(*tiles, strict=True):
-                dlogits = _logits_gradient(F.linear(x, weight, bias), y, g)
+                dlogits = _logits_gradient(F.linear(x, weight, bias), y, g, ctx.logits_function)
                 if dbias is not None:
                     dbias += dlogits.sum(0, dtype=wide)
                 dlogits = dlogits.to(x.dtype)
@@ -106,13 +125,23 @@ class _TiledLogProbs(torch.autograd.Function):
             None if dbias is None else dbias.to(bias.dtype),
             None,
             None,
+            None,
         )
 
 
-def _logits_gradient(logits: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
-    """`[t, V]`: grad * (one-hot of the label - softmax)."""
-    gradient = torch.softmax(logits, -1, dtype=grad.dtype).mul_(-grad[:, None])
-    return gradient.scatter_add_(1, labels.clamp(min=0)[:, None], grad[:, None])
+def _logits_gradient(
+    logits: Tensor, labels: Tensor, grad: Tensor, function: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """`[t, V]`: grad * (one-hot of the label - softmax), through `function`."""
+    final = logits
+    if function is not None:
+        with torch.enable_grad():
+            final = function(logits.requires_grad_())
+    gradient = torch.softmax(final.detach(), -1, dtype=grad.dtype).mul_(-grad[:, None])
+    gradient.scatter_add_(1, labels.clamp(min=0)[:, None], grad[:, None])
+    if function is None:
+        return gradient
+    return torch.autograd.grad(final, logits, gradient.to(final.dtype))[0]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
