@@ -75,7 +75,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     how = parser.add_argument_group("how it runs (words here go before those of --ds-config)")
     how.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: the ds_config's, else 2)")
     how.add_argument("--chunk-heads", type=int, metavar="N", help="query heads per stage (default: as --ranks)")
-    how.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), help="default: auto")
+    how.add_argument(
+        "--kernel", choices=("auto", *KERNEL_NAMES), metavar="NAME", help=f"auto (default) or {', '.join(KERNEL_NAMES)}"
+    )
     how.add_argument(
         "--memory", metavar="A,B", help=f"what is kept: {', '.join(MEMORY)} (default: keep; of a MODEL all)"
     )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from upipe_integrations import check_cli
+from upipe_integrations import check_cli, info_cli
 from upipe_integrations.bench import cli as bench_cli
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import PRESETS, find_model
@@ -21,8 +18,6 @@ from upipe_integrations.plan_report import as_dict, plot, text, trace_table
 from upipe_integrations.words import numbers, tokens, words
 
 # What needs torch is imported in the commands that need it: torch takes seconds to import.
-
-_HOSTS = ("deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,12 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     check_cli.add(commands)
     bench_cli.add(commands)
-    info = commands.add_parser(
-        "info",
-        help="versions, kernels and hosts on this machine",
-        description="Versions, the kernels that can run here and why others can't, and the hosts that are installed.",
-    )
-    info.set_defaults(run=_info)
+    info_cli.add(commands)
     return parser
 
 
@@ -140,53 +130,6 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot:
         plot(plan, lengths, options.plot)
     return 0
-
-
-def _info(options: argparse.Namespace) -> int:
-    import torch
-
-    from upipe_integrations.kernels import KERNELS, KernelRequest, select_kernel
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    rows = [
-        ("upipe-integrations", _version("upipe-integrations") or "not installed (running from a checkout)"),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("GPUs", ", ".join(gpus) or "none"),
-        *((host, _version(host) or "not installed") for host in _HOSTS),
-        ("autoload", _autoload()),
-    ]
-    print("\n".join(f"{name:20} {value}" for name, value in rows))
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        request = KernelRequest(torch.device(device), dtype, 128)
-        print(f"\nkernels for {device}, {str(dtype).removeprefix('torch.')}, heads of 128:")
-        no_gpu = "no GPU here" if device == "cuda" and not gpus else None
-        for name, kernel in KERNELS.items():
-            reason = kernel.refusal(request) or no_gpu
-            print(f"  {name:18} {'no: ' + reason if reason else 'yes'}")
-        if no_gpu is None:
-            print(f"  auto takes {select_kernel('auto', request).name}")
-    return 0
-
-
-def _autoload() -> str:
-    """Which hosts' configuration alone turns UPipe on, and why it doesn't where it doesn't."""
-    points = importlib.metadata.entry_points(group="torch.backends")
-    hosts = ", ".join(sorted({point.attr for point in points if point.module == "upipe_autoload"}))
-    if not hosts:
-        return "off: PyTorch finds no entry point of this project (not installed); import the plugin in your script"
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":  # PyTorch's own rule
-        return f"off for {hosts}: TORCH_DEVICE_BACKEND_AUTOLOAD is set; import the plugin in your script"
-    if importlib.util.find_spec("wrapt") is None:
-        return f"off for {hosts}: wrapt is not installed"
-    return f"on for {hosts}: configuration is enough"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -64,7 +64,10 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         default="no",
         help="train with the layer checkpointed, UPipe's result kept (default: %(default)s)",
     )
-    what.add_argument("--kernel", choices=("auto", *KERNEL_NAMES), default="auto", help="default: %(default)s")
+    kernels = ("auto", *KERNEL_NAMES)
+    what.add_argument(
+        "--kernel", choices=kernels, default="auto", metavar="NAME", help=f"auto (default) or {', '.join(KERNEL_NAMES)}"
+    )
     what.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, float32 elsewhere")
     what.add_argument("--repeats", type=int, default=3, metavar="N", help="that count (default: %(default)s)")
     what.add_argument("--warmup", type=int, default=1, metavar="N", help="before them (default: %(default)s)")
