@@ -46,7 +46,7 @@ def _without_data(fields: Mapping[str, Any]) -> torch.nn.Module:
     rest = {name: value for name, value in fields.items() if name != "model_type"}
     try:
         config = AutoConfig.for_model(kind, **rest)
-        with torch.device("meta"):
+        with torch.device("meta"):  # eager attention: every model has it, in the same classes
             model: torch.nn.Module = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager"
             )  # all have that one
