@@ -252,6 +252,7 @@ def test_a_model_and_every_word():
         (["--modes", "keep", "--query-blocks", "0"], "upipe.query_blocks = 0: must be positive"),
         (["--tokens", "1001"], "tokens = 1001: the 2 ranks must divide it; 1002 is the next"),
         (["--repeats", "0"], "repeats = 0: must be positive"),
+        (["--warmup", "-1"], "warmup = -1: must not be negative"),
         (["--time-limit", "0"], "--time-limit 0: must be a positive number of seconds"),
         (["--time-limit", "nan"], "--time-limit nan: must be a positive number of seconds"),
         (["--dtype", "float64", "--kernel", "torch-efficient"], "it can't serve this model"),

@@ -94,6 +94,11 @@ def test_a_models_heads_are_its_own_and_all_modes_run():
         assert (case.seq_len, case.hidden_size, case.bias, case.norm) == (128, 128, True, False)
 
 
+def test_the_partial_form_has_one_mode():
+    (case,) = _cases("llama3-8b", "--partial")
+    assert case.partial and case.memory == "keep"
+
+
 def test_a_window_is_cut_to_the_sequence_and_the_rest_is_kept(tmp_path):
     fields = {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "attention_multiplier": 0.2}
     windowed, full = _cases(_file(tmp_path, "config.json", SMALL | fields), "--memory", "keep")

@@ -135,7 +135,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     block = {"chunk_heads": ranks} | block | {name: value for name, value in given.items() if value is not None}
     if options.overlap:
         block["overlap"] = True
-    named = options.memory is not None or options.ds_config is not None or config is None
+    named = options.memory is not None or options.ds_config is not None or config is None or options.partial
     modes: Sequence[str] = words(options.memory) if options.memory else (block.get("memory", MEMORY[0]),)
     settings = tuple(UPipeConfig.from_mapping({**block, "memory": mode}) for mode in (modes if named else MEMORY))
     return _Asked(config, layers, settings, named, ranks, ds_ranks)

@@ -155,10 +155,12 @@ class Job:
     peaks: bool = False
 
     def __post_init__(self) -> None:
-        given = {**asdict(self.shape), "ranks": self.ranks, "repeats": self.repeats, "warmup": self.warmup + 1}
+        given = {**asdict(self.shape), "ranks": self.ranks, "repeats": self.repeats}
         for name, value in given.items():
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be positive.")
+        if self.warmup < 0:
+            raise ValueError(f"warmup = {self.warmup}: must not be negative.")
         H, K, C = self.shape.heads, self.shape.kv_heads, self.ranks
         if H % K:
             raise ValueError(f"heads = {H} with kv_heads = {K}: KV heads must divide query heads.")
