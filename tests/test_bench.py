@@ -200,7 +200,7 @@ def _verdicts() -> list[str]:
 
 
 def test_contenders_are_compared_before_they_are_timed():
-    agree, scaled, nan = run_in_process(_verdicts)
+    agree, scaled, nan = _verdicts()
     assert agree == "agree"
     assert re.fullmatch(r"upipe U=2 keep: y differs from that of ulysses by \d\.\de-04", scaled)
     assert nan.startswith("upipe U=2 keep: y differs")
@@ -242,7 +242,10 @@ def test_a_model_and_every_word():
     [
         (["llama3-8b", "--heads", "8"], "heads with a MODEL, which has its own"),
         (["--heads", "0"], "heads = 0: must be positive"),
-        (["--heads", "6", "--kv-heads", "4"], "heads = 6 with kv_heads = 4: KV heads must divide"),
+        (
+            ["--heads", "6", "--kv-heads", "4"],
+            "6 query heads, 4 KV heads, 2 ranks: each must be positive and the query heads",
+        ),
         (["--hidden", "-1"], "hidden_size = -1: must be positive"),
         (["--head-dim", "7"], "head_dim = 7: must be even"),
         (["--ranks", "0", "--chunk-heads", "2"], "ranks = 0: must be positive"),

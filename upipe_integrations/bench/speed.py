@@ -162,8 +162,6 @@ class Job:
         if self.warmup < 0:
             raise ValueError(f"warmup = {self.warmup}: must not be negative.")
         H, K, C = self.shape.heads, self.shape.kv_heads, self.ranks
-        if H % K:
-            raise ValueError(f"heads = {H} with kv_heads = {K}: KV heads must divide query heads.")
         if self.shape.head_dim % 2:
             raise ValueError(f"head_dim = {self.shape.head_dim}: must be even, as heads are rotated in pairs.")
         if H % C or (K % C and C % K):
