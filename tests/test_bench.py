@@ -244,7 +244,7 @@ def test_a_model_and_every_word():
         (["--heads", "0"], "heads = 0: must be positive"),
         (
             ["--heads", "6", "--kv-heads", "4"],
-            "6 query heads, 4 KV heads, 2 ranks: each must be positive and the query heads",
+            "6 query heads, 4 KV heads, 2 ranks: each must be positive",
         ),
         (["--hidden", "-1"], "hidden_size = -1: must be positive"),
         (["--head-dim", "7"], "head_dim = 7: must be even"),
