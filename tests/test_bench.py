@@ -223,6 +223,7 @@ def test_what_is_not_said():
     assert all(c.mode.operator for c in job.contenders[1:])  # so that a checkpoint keeps the result
     assert job.steps == ("forward", "training") and str(job.dtype) == "torch.float32"
     assert _job("--heads", "6").shape.kv_heads == 6
+    assert tuple(speed.STEPS) == bench_cli._CHECKPOINT
 
 
 def test_a_model_and_every_word():

@@ -83,6 +83,15 @@ def test_what_is_no_attention_of_ours_is_refused_by_field(fields, message, tmp_p
     assert message in printed.err and len(printed.err.splitlines()) == 1 and printed.out == ""
 
 
+def test_a_plan_refuses_them_too(tmp_path, capsys):
+    whole = SMALL | {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 100}
+    assert cli.main(["plan", _file(tmp_path, "config.json", whole), "--ranks", "2", "--seq-len", "1K"]) == 0
+    capsys.readouterr()
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    assert cli.main(["plan", _file(tmp_path, "config.json", whole | layers)]) == 2
+    assert "layer_types has linear_attention, which UPipe does not serve" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- what runs
 
 

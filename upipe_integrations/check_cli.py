@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from upipe_integrations.config import KERNEL_NAMES, UPipeConfig
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 from upipe_integrations.models import PRESETS, Attention, ModelConfig, find_config
-from upipe_integrations.words import tokens, words
+from upipe_integrations.words import DTYPES, tokens, words
 
 if TYPE_CHECKING:
     from upipe_integrations.check import Case, Result
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUTS = ("contiguous", "zigzag", "packed-zigzag")
 _SERVES = "upipe.serves"
 """Entry points of hosts: ``function(fields, settings, ranks)`` says what of a Transformers config it would replace, or

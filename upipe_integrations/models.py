@@ -159,9 +159,12 @@ class ModelConfig:
         """The model, for a plan.
 
         Raises:
-            ValueError: a field that is not there or makes no model; or a mixture of experts.
+            ValueError: a field that is not there or makes no model, a mixture of experts, or attention that UPipe does
+                not serve.
         """
-        return _from_config(self.fields, self.name)
+        model = _from_config(self.fields, self.name)
+        self.attention()
+        return model
 
     def attention(self) -> tuple[Attention, ...]:
         """The kinds of its attention layers.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""Names of torch's."""
 _MOST = 1 << 40
 
 

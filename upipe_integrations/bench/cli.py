@@ -15,14 +15,13 @@ from upipe_integrations.config import KERNEL_NAMES, UPipeConfig
 from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 from upipe_integrations.models import PRESETS, find_config
-from upipe_integrations.words import numbers, tokens, words
+from upipe_integrations.words import DTYPES, numbers, tokens, words
 
 if TYPE_CHECKING:
     from upipe_integrations.bench.speed import Job, Measured
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _LAYER = LayerShape(heads=32, kv_heads=8, head_dim=64, hidden_size=2048)
 # The names of speed.STEPS, which needs torch.
 _CHECKPOINT = ("no", "yes", "both")
@@ -68,7 +67,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     what.add_argument(
         "--kernel", choices=kernels, default="auto", metavar="NAME", help=f"auto (default) or {', '.join(KERNEL_NAMES)}"
     )
-    what.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, float32 elsewhere")
+    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs, float32 elsewhere")
     what.add_argument("--repeats", type=int, default=3, metavar="N", help="that count (default: %(default)s)")
     what.add_argument("--warmup", type=int, default=1, metavar="N", help="before them (default: %(default)s)")
     what.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop then, with what there is")
