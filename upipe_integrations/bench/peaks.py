@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from upipe_integrations.bench.layers import Layer
-from upipe_integrations.bench.speed import FORWARD, Job, StepPeak, UPipe
+from upipe_integrations.bench.speed import FORWARD, Job, StepPeak, Ulysses, UPipe
 from upipe_integrations.bench.ulysses import ulysses_heads
 from upipe_integrations.measure import FlashWorkspace, fake_ranks, measured_peak, measured_upipe_peak
 from upipe_integrations.memory import LayerShape, PeakUnits
@@ -28,6 +28,7 @@ def traced_peaks(job: Job) -> Iterator[StepPeak]:
                     schedule = contender.schedule(job.shape, job.ranks)
                     units = measured_upipe_peak(job.shape, schedule, mode, tokens)
                 else:
+                    assert isinstance(contender, Ulysses)
                     units = measured_ulysses_peak(job.shape, tokens)
                 gib = units.gib(tokens, job.shape.head_dim)
                 for step in job.steps:
