@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-megatron-0.16 lint typecheck demo demo-megatron clean
+.PHONY: help setup test test-megatron-0.16 lint typecheck demo demo-megatron release-check clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -37,6 +37,9 @@ demo: setup ## Run the DeepSpeed demo (ARGS="..." goes to it)
 
 demo-megatron: setup ## Run the Megatron demo (ARGS="..." goes to it)
 	@$(BIN)/python -W ignore -m examples.megatron.demo $(ARGS)
+
+release-check: ## Build, look into the wheel, install it in a clean environment and run it (ARGS="..." goes to it)
+	@scripts/release_check.sh $(ARGS)
 
 clean: ## Remove the environments, build output and tool caches
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

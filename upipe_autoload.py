@@ -43,6 +43,24 @@ def megatron() -> None:
         _say_it_is_off("megatron_patch", error)
 
 
+# A host's module and what its plugin leaves in it.
+_MARKS = {
+    "deepspeed": ("deepspeed.runtime.engine", "DeepSpeedEngine.upipe"),
+    "megatron": ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__.__wrapped__"),
+}
+
+
+def is_patched(host: str) -> bool:
+    """Import the host, and say whether its plugin has patched it: what ``upipe info`` asks a process of its own."""
+    module, mark = _MARKS[host]
+    found = importlib.import_module(module)
+    for name in mark.split("."):
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
 def _import_with(plugin: str, host_module: str) -> None:
     """Import `plugin` after `host_module`, which must not be a module that is itself waiting for ``import torch``."""
     try:

@@ -15,14 +15,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed as dist
-from layers import Layer
 from progress import report
-from torch import Tensor
-from ulysses import ulysses_heads
 
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.measure import FlashWorkspace, fake_ranks, measured_peak, measured_upipe_peak
+from upipe_integrations.bench.peaks import measured_ulysses_peak
+from upipe_integrations.measure import fake_ranks, measured_upipe_peak
 from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
 
@@ -77,13 +74,9 @@ class Case:
     def measured(self) -> PeakUnits:
         """Peaks on one rank of the default group, which has the setting's ranks."""
         shape = self.setting.shape
-        if self.mode is not None:
-            return measured_upipe_peak(shape, self.schedule(), Mode(self.mode), self.tokens)
-
-        def ulysses(*tensors: Tensor) -> Tensor:
-            return ulysses_heads(Layer(*tensors, head_dim=shape.head_dim), dist.group.WORLD, FlashWorkspace())
-
-        return measured_peak(shape, self.tokens, ulysses)
+        if self.mode is None:
+            return measured_ulysses_peak(shape, self.tokens)
+        return measured_upipe_peak(shape, self.schedule(), Mode(self.mode), self.tokens)
 
     def row(self) -> dict[str, object]:
         """The case and what was measured; GiB is the training peak."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from layers import Layer, random_layer, upipe_layer
 from progress import report
 from torch import Tensor
-from ulysses import ulysses_layer
 
 from upipe_integrations import KernelRequest, Mode, Schedule, select_kernel
+from upipe_integrations.bench.layers import Layer, random_layer, upipe_layer
+from upipe_integrations.bench.ulysses import ulysses_layer
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import ACCUMULATE, MEMORY

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from upipe_integrations import UPipeConfig
-
-KEY = "upipe"
-# "upip", "u_pipe" and "UPipe" are typos of ours; "pipeline", a key of DeepSpeed's, is not.
-_TYPO_LIKENESS = 0.8
 
 
 def read_settings(ds_config: Any) -> UPipeConfig | None:
@@ -25,16 +20,7 @@ def read_settings(ds_config: Any) -> UPipeConfig | None:
         ValueError: the block is not valid, or a key of the ds_config is a misspelt ``upipe`` (DeepSpeed
             ignores keys it does not know, so a typo would silently be plain Ulysses).
     """
-    config = as_mapping(ds_config)
-    if KEY in config:
-        return UPipeConfig.from_mapping(config[KEY])
-    for key in config:
-        if difflib.SequenceMatcher(None, str(key).lower(), KEY).ratio() >= _TYPO_LIKENESS:
-            raise ValueError(
-                f"ds_config key {key!r}: DeepSpeed knows no such key; did you mean {KEY!r}? "
-                f"Rename it to {KEY!r}, or remove it to train without UPipe."
-            )
-    return None
+    return UPipeConfig.from_ds_config(as_mapping(ds_config))
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:

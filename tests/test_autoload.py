@@ -6,6 +6,7 @@ are found there as those of any installed package.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -96,13 +97,21 @@ print(torch.ones(2).sum())
 
 
 def test_info_says_what_is_on(installed):
-    def line(**environment: str) -> str:
-        printed = _run([sys.executable, "-m", "upipe_integrations.cli", "info"], installed, **environment)
-        return next(line for line in printed.splitlines() if line.startswith("autoload"))
+    def lines(*words: str, **environment: str) -> list[str]:
+        printed = _run([sys.executable, "-m", "upipe_integrations.cli", "info", *words], installed, **environment)
+        lines = printed.splitlines()
+        first = next(number for number, line in enumerate(lines) if line.startswith("autoload"))
+        return [" ".join(line.split()) for line in lines[first : first + 3]]
 
-    assert line().split(None, 1)[1] == "on for deepspeed, megatron: configuration is enough"
-    off = line(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    state, *hosts = lines()
+    assert state == "autoload on for deepspeed, megatron: configuration is enough"
+    for host, line in zip(("deepspeed", "megatron"), hosts, strict=True):
+        there = importlib.util.find_spec(host) is not None
+        said = "is patched in a process that imports it" if there else "is not installed"
+        assert line == f"{host} entry point upipe_{host}, loaded by `import torch`; {host} {said}"
+    off, deepspeed, _ = lines("--no-probe", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert "off for deepspeed, megatron: TORCH_DEVICE_BACKEND_AUTOLOAD is set" in off
+    assert "upipe_deepspeed, not loaded by `import torch`; deepspeed" in deepspeed
 
 
 @needs_training

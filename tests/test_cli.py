@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import upipe_integrations
-from upipe_integrations import check, cli, kernels
+from upipe_integrations import check, check_cli, cli, kernels
 from upipe_integrations.check import Finding
 from upipe_integrations.config import KERNEL_NAMES
 
@@ -88,9 +88,9 @@ def test_a_nan_does_not_agree():
 
 def test_a_rank_that_fails_is_reported(monkeypatch, capsys):
     """A kernel whose operator raises on the ranks: exit 1 with the rank's traceback, and nothing hangs."""
-    case = cli._case(cli._parser().parse_args(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]))
+    case = check.Case(heads=2, kv_heads=2, head_dim=8, seq_len=16, ranks=2, chunk_heads=2)
     object.__setattr__(case, "dtype", torch.int32)
-    monkeypatch.setattr(cli, "_case", lambda options: case)
+    monkeypatch.setattr(check_cli, "_cases", lambda options, asked: [case])
     monkeypatch.setattr(kernels, "select_kernel", lambda name, request: kernels.KERNELS["math"])
     assert cli.main(["check", "--heads", "2", "--seq-len", "16", "--head-dim", "8"]) == 1
     assert "failed:\nTraceback" in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_help_says_what_it_does(capsys):
         cli.main(["check", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "example: upipe check --heads 6" in text
+    assert "upipe check --heads 6 --kv-heads 3" in " ".join(text.split())
     assert "Exit status" in text
 
 

@@ -6,11 +6,14 @@ head. The ranks are processes started here, over gloo, or NCCL where there are G
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,7 +39,7 @@ sum of a few thousand terms; a wrong head, row or mask shows as 0.1 and more."""
 
 @dataclass(frozen=True)
 class Case:
-    """One layer to prove; sizes and features as in the engine's own types.
+    """One layer to prove; sizes and features as in the engine's own types. ``hidden_size`` None is half of the heads'.
 
     Raises:
         ValueError: settings that the engine refuses, or that make no layer.
@@ -48,6 +51,7 @@ class Case:
     seq_len: int
     ranks: int
     chunk_heads: int
+    hidden_size: int | None = None
     value_dim: int | None = None
     batch: int = 1
     kernel: str = "auto"
@@ -69,6 +73,8 @@ class Case:
         for name in ("heads", "kv_heads", "head_dim", "seq_len", "ranks", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive.")
+        if self.hidden_size is not None and self.hidden_size < 1:
+            raise ValueError(f"hidden_size = {self.hidden_size}: must be positive.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, as heads are rotated in pairs.")
         if self.device == "cuda" and torch.cuda.device_count() < self.ranks:
@@ -116,27 +122,59 @@ class Finding:
         return self.error <= self.tolerance
 
 
+@dataclass(frozen=True)
+class Result:
+    """What came of a case: a finding per tensor, or why the engine refuses it."""
+
+    findings: tuple[Finding, ...] = ()
+    refusal: str | None = None
+
+    @property
+    def worst(self) -> Finding:
+        """The tensor that is farthest off; a NaN is farther than any."""
+        return max(self.findings, key=lambda finding: (math.isnan(finding.error), finding.error))
+
+
 def check(case: Case, *, seconds: float = 600) -> list[Finding]:
     """Run `case` on its ranks and on one process, and compare the output and every gradient.
 
     Raises:
+        ValueError: the engine refuses the case.
         RuntimeError: a rank failed (its traceback is in the message) or did not finish in `seconds`.
     """
-    by_rank = _run_ranks(case, seconds)
-    wanted = _single_process(case)
-    findings = []
-    for name, right in wanted.items():
+    result = next(check_all([case], seconds=seconds))
+    if result.refusal is not None:
+        raise ValueError(result.refusal)
+    return list(result.findings)
+
+
+def check_all(cases: Sequence[Case], *, seconds: float = 600) -> Iterator[Result]:
+    """The result of every case, which all have the same device and ranks: these are started once.
+
+    Raises:
+        RuntimeError: a rank failed, or did not finish a case in `seconds`.
+    """
+    with closing(_run_ranks(cases, seconds)) as outcomes:
+        for case, by_rank in zip(cases, outcomes, strict=True):
+            refused = [outcome for outcome in by_rank if isinstance(outcome, str)]
+            if refused:
+                yield Result(refusal=refused[0])
+            else:
+                yield Result(tuple(_findings(case, [o for o in by_rank if not isinstance(o, str)])))
+
+
+def _findings(case: Case, by_rank: list[dict[str, Tensor]]) -> Iterator[Finding]:
+    for name, right in _single_process(case).items():
         parts = [results[name].double() for results in by_rank]
         got = case.layout.collect(parts, 1) if name in ("out", "dx") else torch.stack(parts).sum(0)
         error = float((got - right).abs().max() / right.abs().max())
-        findings.append(Finding(name, error, TOLERANCE[case.dtype]))
-    return findings
+        yield Finding(name, error, TOLERANCE[case.dtype])
 
 
 def _tensors(case: Case) -> dict[str, Tensor]:
     """The whole layer's random tensors, the same in every process; gradients are wanted of all but dout."""
     generator = torch.Generator().manual_seed(case.seed)
-    size = case.head_dim * max(2, case.heads // 2)
+    size = case.hidden_size or case.head_dim * max(2, case.heads // 2)
     value_dim = case.value_dim or case.head_dim
 
     def rand(*shape: int, scale: float = 1.0) -> Tensor:
@@ -245,29 +283,36 @@ def _visible(case: Case) -> Tensor:
 # ---------------------------------------------------------------- the ranks
 
 
-def _run_ranks(case: Case, seconds: float) -> list[dict[str, Tensor]]:
+def _run_ranks(cases: Sequence[Case], seconds: float) -> Generator[list[dict[str, Tensor] | str]]:
+    """Every case's results by rank, or why they refuse it: all alike, and before any exchange."""
+    ranks = cases[0].ranks
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # imports torch once, not in every rank
+    context.set_forkserver_preload([__name__])
     pipes, processes = [], []
-    for rank in range(case.ranks):
+    for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, port, case, theirs), daemon=True)
+        process = context.Process(target=_rank_main, args=(rank, port, cases, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
+    finished = False
     try:
-        results = dict(_collect(pipes, seconds))
+        for _ in cases:
+            results = dict(_collect(pipes, seconds))
+            yield [results[rank] for rank in range(ranks)]
+        finished = True
     finally:
         for process in processes:
-            process.join(timeout=5)
+            process.join(timeout=5 if finished else 0)
             process.kill()
-    return [results[rank] for rank in range(case.ranks)]
 
 
-def _collect(pipes: list[Connection], seconds: float) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _collect(pipes: list[Connection], seconds: float) -> Iterator[tuple[int, dict[str, Tensor] | str]]:
+    """Every rank's results of one case, or its refusal."""
     end = time.monotonic() + seconds
     waiting = dict(enumerate(pipes))
     while waiting:
@@ -276,28 +321,37 @@ def _collect(pipes: list[Connection], seconds: float) -> Iterator[tuple[int, dic
             raise RuntimeError(f"ranks {sorted(waiting)} did not finish in {seconds:.0f} s.")
         for rank in [r for r, pipe in waiting.items() if pipe in ready]:
             try:
-                error, arrays = waiting.pop(rank).recv()
+                failure, outcome = waiting.pop(rank).recv()
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a result.") from None
-            if error is not None:
-                raise RuntimeError(f"rank {rank} failed:\n{error}")
-            yield rank, {name: torch.from_numpy(array) for name, array in arrays.items()}
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{failure}")
+            if isinstance(outcome, str):
+                yield rank, outcome
+            else:
+                yield rank, {name: torch.from_numpy(array) for name, array in outcome.items()}
 
 
-def _rank_main(rank: int, port: int, case: Case, pipe: Connection) -> None:
+def _rank_main(rank: int, port: int, cases: Sequence[Case], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which ends its ranks
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
+    ranks, on_gpu = cases[0].ranks, cases[0].device == "cuda"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
-        backend = "nccl" if case.device == "cuda" else "gloo"
-        if case.device == "cuda":
+        if on_gpu:
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, rank=rank, world_size=case.ranks, timeout=timedelta(minutes=5))
-        results = _sharded(case, rank)
-        # As arrays: a process that ends must not leave shared memory behind.
-        message: Any = (None, {name: t.double().cpu().numpy() for name, t in results.items()})
+        backend = "nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+        for case in cases:
+            try:
+                results = _sharded(case, rank)
+            except ValueError as refusal:
+                pipe.send((None, str(refusal)))
+                continue
+            # As arrays: a process that ends must not leave shared memory behind.
+            pipe.send((None, {name: t.double().cpu().numpy() for name, t in results.items()}))
     except Exception:
-        message = (traceback.format_exc(), {})
-    pipe.send(message)
+        pipe.send((traceback.format_exc(), None))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -26,6 +26,10 @@ KERNEL_NAMES = (
     "math",
 )
 """The names of ``upipe_integrations.kernels.KERNELS``, in its order: here because settings need no torch."""
+KEY = "upipe"
+"""The key of a host's configuration that has the settings."""
+# "upip", "u_pipe" and "UPipe" are typos of ours; "pipeline", a key of DeepSpeed's, is not.
+_TYPO_LIKENESS = 0.8
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,24 @@ class UPipeConfig:
                 "Set it to the number of sequence-parallel ranks to save most memory."
             )
         return cls(**block)
+
+    @classmethod
+    def from_ds_config(cls, ds_config: Mapping[str, Any]) -> UPipeConfig | None:
+        """The settings of a ds_config, or None when it has no ``upipe`` key.
+
+        Raises:
+            ValueError: the block is not valid, or a key of the ds_config is a misspelt ``upipe`` (DeepSpeed
+                ignores keys it does not know, so a typo would silently be plain Ulysses).
+        """
+        if KEY in ds_config:
+            return cls.from_mapping(ds_config[KEY])
+        for key in ds_config:
+            if difflib.SequenceMatcher(None, str(key).lower(), KEY).ratio() >= _TYPO_LIKENESS:
+                raise ValueError(
+                    f"ds_config key {key!r}: DeepSpeed knows no such key; did you mean {KEY!r}? "
+                    f"Rename it to {KEY!r}, or remove it to train without UPipe."
+                )
+        return None
 
     def schedule(self, *, heads: int, kv_heads: int, ranks: int) -> Schedule:
         """The schedule of one attention layer under these settings.

@@ -5,25 +5,20 @@ Shapes: B batch, L rows of the sequence on this rank, S of all ranks, E hidden s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upipe_integrations import (
-    AttentionProjections,
-    AttentionSpec,
-    Mode,
-    OutputProjection,
-    Projection,
-    RotateHalf,
-    Schedule,
-    upipe_attention,
-)
 from upipe_integrations.all_to_all import Group
-from upipe_integrations.kernels import Kernel
+from upipe_integrations.attention import AttentionProjections, upipe_attention
+from upipe_integrations.kernels import AttentionSpec, Kernel
 from upipe_integrations.memory import LayerShape
+from upipe_integrations.mode import Mode
+from upipe_integrations.projection import OutputProjection, Projection, RotateHalf
+from upipe_integrations.schedule import Schedule
 
 SPEC = AttentionSpec()
 """Causal attention."""
@@ -54,7 +49,7 @@ class Layer:
         """What gets gradients."""
         return {name: getattr(self, name) for name in ("x", "wq", "wk", "wv", "wo")}
 
-    def map(self, function) -> Layer:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Layer:
         """The layer of other tensors."""
         tensors = {f.name: function(getattr(self, f.name)) for f in fields(self) if f.name != "head_dim"}
         return Layer(**tensors, head_dim=self.head_dim)
@@ -75,24 +70,24 @@ class Layer:
         return Layer(x, self.wq, self.wk, self.wv, self.wo, cos, sin, self.head_dim)
 
 
+Run = Callable[[Layer], Tensor]
+"""A layer's forward: its y `[B, L, E]`."""
+
+
 def random_layer(shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int = 0) -> Layer:
     """A layer whose heads, scores and outputs have the size they have in a model: x normal, weights 1/sqrt(fan-in)."""
     H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int, fan_in: int = 1) -> Tensor:
-        return (torch.randn(*size, generator=generator) * fan_in**-0.5).to(dtype)
+        scaled: Tensor = torch.randn(*size, generator=generator) * fan_in**-0.5
+        return scaled.to(dtype)
 
     frequency = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     angles = torch.outer(torch.arange(tokens, dtype=torch.float64), frequency).repeat(1, 2)[None]
-    return Layer(
-        normal(1, tokens, E),
-        *(normal(n * D, E, fan_in=E) for n in (H, K, K)),
-        normal(E, H * D, fan_in=H * D),
-        angles.cos().to(dtype),
-        angles.sin().to(dtype),
-        D,
-    )
+    x, (wq, wk, wv) = normal(1, tokens, E), (normal(n * D, E, fan_in=E) for n in (H, K, K))
+    wo = normal(E, H * D, fan_in=H * D)
+    return Layer(x, wq, wk, wv, wo, angles.cos().to(dtype), angles.sin().to(dtype), D)
 
 
 def upipe_heads(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from layers import SPEC, Layer
 from torch import Tensor
 
-from upipe_integrations.all_to_all import Group, group_ranks
+from upipe_integrations.all_to_all import Group, exchange, group_ranks
+from upipe_integrations.bench.layers import SPEC, Layer
 from upipe_integrations.kernels import Kernel
 
 SequenceParallel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,7 +38,8 @@ def attend_all_heads(layer: Layer, attention: SequenceParallel) -> Tensor:
     """`[B, L, H * D]`: every head is projected and rotated before `attention`."""
     q, k, v = (F.linear(layer.x, w).unflatten(2, (-1, layer.head_dim)) for w in (layer.wq, layer.wk, layer.wv))
     q, k = (_rotated(t, layer.cos, layer.sin) for t in (q, k))
-    return attention(q, k, v).flatten(2)
+    heads: Tensor = attention(q, k, v).flatten(2)
+    return heads
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,10 +56,11 @@ def _attend_heads(q: Tensor, k: Tensor, v: Tensor, group: Group, kernel: Kernel)
     C = group_ranks(group)
     if k.shape[2] < C:  # as DeepSpeed does: every rank needs a KV head
         k, v = (t.repeat_interleave(C // t.shape[2], 2) for t in (k, v))
-    q, k, v = (_AllToAll.apply(t, group, True) for t in (q, k, v))
-    out = LocalAttention.apply(kernel, *(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    q, k, v = (_AllToAll.apply(t, group, True) for t in (q, k, v))  # type: ignore[no-untyped-call]
+    out = LocalAttention.apply(kernel, *(t.transpose(1, 2) for t in (q, k, v)))  # type: ignore[no-untyped-call]
     del q, k, v
-    return _AllToAll.apply(out, group, False)
+    heads: Tensor = _AllToAll.apply(out.transpose(1, 2), group, False)  # type: ignore[no-untyped-call]
+    return heads
 
 
 class LocalAttention(torch.autograd.Function):
@@ -100,8 +101,7 @@ def _exchanged(t: Tensor, group: Group, to_heads: bool) -> Tensor:
         send = t.unflatten(2, (C, -1)).permute(2, 0, 1, 3, 4).contiguous()  # [C, B, L, H / C, D]
     else:
         send = t.unflatten(1, (C, -1)).permute(1, 0, 2, 3, 4).contiguous()  # [C, B, L, H / C, D]
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
+    received = exchange(send, group)
     del send
     if to_heads:
         return received.permute(1, 0, 2, 3, 4).contiguous().flatten(1, 2)
