@@ -47,9 +47,7 @@ def _without_data(fields: Mapping[str, Any]) -> torch.nn.Module:
     try:
         config = AutoConfig.for_model(kind, **rest)
         with torch.device("meta"):  # eager attention: every model has it, in the same classes
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager"
-            )  # all have that one
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # Transformers' own words, of many types
         raise ValueError(f"Transformers can't build a {kind}: {' '.join(str(error).split())}") from None
     return model

@@ -135,7 +135,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     if options.overlap:
         block["overlap"] = True
     named = options.memory is not None or options.ds_config is not None or config is None or options.partial
-    modes: Sequence[str] = words(options.memory) if options.memory else (block.get("memory", MEMORY[0]),)
+    modes: Sequence[str] = words(options.memory) if options.memory else (block.get("memory", UPipeConfig.memory),)
     settings = tuple(UPipeConfig.from_mapping({**block, "memory": mode}) for mode in (modes if named else MEMORY))
     return _Asked(config, layers, settings, named, ranks, ds_ranks)
 
