@@ -18,12 +18,14 @@ RANKS = 8
 TOKENS = 1 << 20
 _SPEC = AttentionSpec()
 MODES = {
+    "keep_heads": Mode("keep_heads"),
     "keep": Mode(),
     "recompute": Mode("recompute"),
     "fused": Mode("fused"),
     "keep, exact sums": Mode(accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
     "blocks": Mode("blocks", query_blocks=4),
+    "keep_heads, overlap": Mode("keep_heads", overlap=True),
     "keep, overlap": Mode(overlap=True),
     "fused, overlap": Mode("fused", overlap=True),
     "blocks, overlap": Mode("blocks", overlap=True),

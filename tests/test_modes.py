@@ -26,12 +26,14 @@ from upipe_integrations import (
 from upipe_integrations.kernels import KERNELS
 
 MODES = {
+    "keep_heads": Mode("keep_heads"),
     "keep": Mode("keep"),
     "recompute": Mode("recompute"),
     "fused": Mode("fused"),
     "keep, exact sums": Mode("keep", accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
     "blocks": Mode("blocks", query_blocks=2),
+    "keep_heads, overlap": Mode("keep_heads", overlap=True),
     "keep, overlap": Mode(overlap=True),
     "fused, overlap": Mode("fused", overlap=True),
     "blocks, overlap": Mode("blocks", query_blocks=2, overlap=True),
