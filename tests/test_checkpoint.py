@@ -79,6 +79,10 @@ METHODS = {
 """Memory mode (None: Ulysses), whether the layer is checkpointed, and whether that keeps attention's results."""
 
 
+_IN_PLACE = {torch.ops.aten.addmm_: lambda total, left, right, **options: 2 * left[0] * left[1] * right[1]}
+"""What the counter of flops leaves out."""
+
+
 def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[str, object]:
     """Gradients, kernel calls, elements sent and flops of a layer: a norm before attention, and something after it."""
     rank, C = dist.get_rank(), dist.get_world_size()
@@ -110,7 +114,9 @@ def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[s
     dist.all_to_all_single = counted
     try:
         extra = {"context_fn": context_fn} if selective else {}
-        with FlopCounterMode(display=False) if not selective else contextlib.nullcontext() as flops:
+        with (
+            contextlib.nullcontext() if selective else FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as flops
+        ):
             out = checkpoint(run, x, use_reentrant=False, **extra) if checkpointed else run(x)
             out.backward(layer.dout[:, rows])
     finally:
