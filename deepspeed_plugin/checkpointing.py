@@ -17,8 +17,8 @@ def enable_checkpointing(model: nn.Module, *, keep_attention: bool = True) -> No
         model: a Transformers model whose attention was replaced (``engine.module``).
         keep_attention: keep each layer's attention result beside the layer's input, so that recomputing the layer
             in backward skips attention and its exchanges: the bytes of checkpointed Ulysses, no third attention
-            forward in the fused modes, one more `[B, L, E]` tensor a layer. False is a plain checkpoint: less
-            saved memory, one more attention forward.
+            forward in the fused modes, one more `[B, L, E]` tensor a layer (in ``"keep_heads"`` q, k and v besides).
+            False is a plain checkpoint: less saved memory, one more attention forward.
 
     Raises:
         ValueError: the model has no attention that was replaced.

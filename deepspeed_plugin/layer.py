@@ -9,7 +9,6 @@ tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +61,8 @@ class LayerSettings:
     disabled_in_eval: bool
 
 
-# Asking every kernel looks for packages on disk: once for a request, not in every layer of every forward.
-_select_kernel = functools.lru_cache(maxsize=64)(select_kernel)
-
-
 def _chosen_kernel(name: str, request: KernelRequest) -> str:
-    return _select_kernel(name, request).name
+    return select_kernel(name, request).name
 
 
 class StagedAttention(nn.Module):

@@ -45,9 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--upipe-memory",
         choices=MEMORY,
-        help="What a layer keeps for backward: its attention output (keep, the default), nothing (recompute, the "
-        "default with selective recomputation of core_attn), nothing with the output projection in the stage loop "
-        "(fused), and its queries in blocks besides (blocks): the further, the less memory and the more work.",
+        help="What a layer keeps for backward: its attention output and the q, k and v it received (keep_heads), its "
+        "attention output (keep, the default), nothing (recompute, the default with selective recomputation of "
+        "core_attn), nothing with the output projection in the stage loop (fused), and its queries in blocks besides "
+        "(blocks): the further, the less memory and the more work.",
     )
     group.add_argument(
         "--upipe-query-blocks", type=int, metavar="N", help="Blocks of a rank's rows with --upipe-memory blocks."

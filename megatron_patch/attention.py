@@ -10,7 +10,6 @@ have it, either is a view of the other.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -51,8 +50,6 @@ from upipe_integrations import (
 )
 
 _FORWARD = inspect.signature(SelfAttention.forward)
-# Asking every kernel looks for packages on disk: once for a request, not in every layer of every forward.
-_chosen_kernel = functools.lru_cache(maxsize=64)(select_kernel)
 
 
 class UPipeSelfAttention(SelfAttention):
@@ -141,7 +138,7 @@ class UPipeSelfAttention(SelfAttention):
             self._projections(x, self._tables(rotary, packing, x.dtype)),
             self.schedule,
             self._group,
-            _chosen_kernel(self.upipe.config.kernel, request),
+            select_kernel(self.upipe.config.kernel, request),
             spec,
             layout=packing.layout,
             sinks=sinks,

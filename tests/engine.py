@@ -95,7 +95,7 @@ def run_sharded(
         if first:
             q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
         out = upipe_attention_qkv(
-            q, k, v, schedule, group, chosen, spec, layout=layout, sinks=sinks, sequence_first=first
+            q, k, v, schedule, group, chosen, spec, layout=layout, sinks=sinks, sequence_first=first, mode=mode
         )
         out = (out.transpose(0, 1) if first else out).flatten(2)
     out.backward(layer.dout[:, rows])

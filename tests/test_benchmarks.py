@@ -13,6 +13,7 @@ import pytest
 
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
+from upipe_integrations.mode import MEMORY
 
 ROOT = Path(__file__).parents[1]
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
@@ -30,14 +31,14 @@ def _run(script: str, *arguments: str, ok: bool = True) -> subprocess.CompletedP
 def test_memory_writes_an_object_a_line_that_its_closed_form_agrees_with():
     tokens = 1 << 20
     result = _run(
-        "memory.py", "--json", "--models", "Llama3-8B on 8", "--tokens", str(tokens), "--modes", "keep", "fused"
+        "memory.py", "--json", "--models", "Llama3-8B on 8", "--tokens", str(tokens), "--modes", "keep_heads", "fused"
     )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(row["method"], row["chunk_heads"], row["mode"]) for row in rows] == [
         ("ulysses", None, None),
-        ("upipe", 8, "keep"),
+        ("upipe", 8, "keep_heads"),
         ("upipe", 8, "fused"),
-        ("upipe", 16, "keep"),
+        ("upipe", 16, "keep_heads"),
         ("upipe", 16, "fused"),
     ]
     for row in rows:
@@ -85,14 +86,14 @@ def test_speed_compares_every_contender_and_writes_its_files(tmp_path):
     figures, picture = tmp_path / "speed.json", tmp_path / "speed.png"
     layer = ("--heads", "8", "--kv-heads", "2", *SMALL, "--tokens", "32", "64", "--chunk-heads", "2", "4")
     files = ("--json", str(figures), "--plot", str(picture))
-    modes = ("--modes", "keep", "recompute", "fused", "blocks", "--query-blocks", "2")
+    modes = ("--modes", *MEMORY, "--query-blocks", "2")
     result = _run("speed.py", *layer, *modes, "--repeats", "2", *files)
     written = json.loads(figures.read_text())
     rows = written["rows"]
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
     assert contenders[0] == "ulysses" and ("deepspeed" in contenders or "deepspeed is not installed" in result.stdout)
     assert [c for c in contenders if c.startswith("upipe")] == [
-        f"upipe U={U} {mode}" for U in (2, 4) for mode in ("keep", "recompute", "fused", "blocks 2")
+        f"upipe U={U} {mode}" for U in (2, 4) for mode in (*MEMORY[:-1], "blocks 2")
     ]
     assert len(rows) == 2 * 3 * len(contenders)
     for row in rows:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine import projections_of, relative_errors, run_sharded
 from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
+from tests.ulysses import AllToAll, Attend
 from upipe_integrations import Mode, OutputProjection, Schedule, upipe_attention
 from upipe_integrations.checkpoint import context_fn
 from upipe_integrations.kernels import MathKernel
+from upipe_integrations.mode import MEMORY
 
 
 class CountingKernel(MathKernel):
@@ -30,7 +35,7 @@ class CountingKernel(MathKernel):
 
 def _operator_errors() -> dict[str, float]:
     worst = {}
-    for memory in ("keep", "recompute", "fused", "blocks"):
+    for memory in MEMORY:
         layer = make_layer(8, 2, seq=24, batch=2, bias=True, norm=True, sinks=True, output=True)
         mode = Mode(memory, query_blocks=2, operator=True)
         got = run_sharded(layer, 2, dist.group.WORLD, mode=mode)
@@ -47,74 +52,39 @@ def test_the_operator_is_the_same_in_every_mode():
 
 
 def _ulysses(x, layer, leaves, rows):
-    """A plain Ulysses on the same kernel, its three exchanges by autograd."""
-    kernel, C, D = layer.kernel, dist.get_world_size(), layer.head_dim
-    projections = projections_of(layer, leaves, rows)
+    """A plain Ulysses on the same kernel, its exchanges by autograd."""
+    D, projections = layer.head_dim, projections_of(layer, leaves, rows)
 
     def heads(p):
         t = torch.nn.functional.linear(x, p.weight, p.bias).unflatten(2, (-1, D))
         if p.rotary is not None:
             cos, sin = p.rotary.cos[:, :, None], p.rotary.sin[:, :, None]
             t = t * cos + torch.cat((-t[..., D // 2 :], t[..., : D // 2]), -1) * sin
-        return _Exchange.apply(t, C, _to_heads, _to_sequence).transpose(1, 2)
+        return AllToAll.apply(t, True).transpose(1, 2)
 
-    out = _Attend.apply(heads(projections.q), heads(projections.k), heads(projections.v), kernel)
-    return torch.nn.functional.linear(
-        _Exchange.apply(out.transpose(1, 2), C, _to_sequence, _to_heads).flatten(2), leaves["wo"]
-    )
+    out = Attend.apply(heads(projections.q), heads(projections.k), heads(projections.v), layer.kernel)
+    return torch.nn.functional.linear(AllToAll.apply(out.transpose(1, 2), False).flatten(2), leaves["wo"])
 
 
-SENT: list[int] = []
+METHODS = {
+    "ulysses": (None, False, False),
+    "checkpointed ulysses": (None, True, False),
+    "keep_heads": ("keep_heads", False, False),
+    "keep": ("keep", False, False),
+    "fused": ("fused", False, False),
+    "checkpointed": ("fused", True, False),
+    "selective": ("fused", True, True),
+    "selective, keep_heads": ("keep_heads", True, True),
+}
+"""Memory mode (None: Ulysses), whether the layer is checkpointed, and whether that keeps attention's results."""
 
 
-def _all_to_all(pieces):
-    SENT[-1] += pieces.numel()
-    received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces)
-    return received
+_IN_PLACE = {torch.ops.aten.addmm_: lambda total, left, right, **options: 2 * left[0] * left[1] * right[1]}
+"""What the counter of flops leaves out."""
 
 
-def _to_heads(t, C):  # [B, L, H, D] -> [B, S, H/C, D]
-    return _all_to_all(t.unflatten(2, (C, -1)).permute(2, 0, 1, 3, 4).contiguous()).permute(1, 0, 2, 3, 4).flatten(1, 2)
-
-
-def _to_sequence(t, C):  # and back
-    return _all_to_all(t.unflatten(1, (C, -1)).permute(1, 0, 2, 3, 4).contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-class _Exchange(torch.autograd.Function):
-    """One of the two above forward, and the other backward."""
-
-    @staticmethod
-    def forward(ctx, t, C, there, back):
-        ctx.back, ctx.C = back, C
-        return there(t, C)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.back(grad, ctx.C), None, None, None
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, kernel):
-        from upipe_integrations import AttentionSpec
-
-        out, lse = kernel.forward(q, k, v, AttentionSpec())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel = kernel
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        from upipe_integrations import AttentionSpec
-
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.kernel.backward(dout, q, k, v, out, lse, AttentionSpec()), None
-
-
-def _checkpointed_layer(method: str) -> dict[str, object]:
-    """Gradients, kernel calls and elements sent of one checkpointed layer: a norm before attention, and after it."""
+def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[str, object]:
+    """Gradients, kernel calls, elements sent and flops of a layer: a norm before attention, and something after it."""
     rank, C = dist.get_rank(), dist.get_world_size()
     layer = make_layer(8, 8, seq=24, batch=1, output=True)
     layer.kernel = CountingKernel()
@@ -122,62 +92,78 @@ def _checkpointed_layer(method: str) -> dict[str, object]:
     leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
     x = layer.x[:, rows].clone().requires_grad_()
     schedule = Schedule.build(heads=8, kv_heads=8, ranks=C, chunk_heads=2 * C)
-    mode = Mode("fused", operator=method == "selective")
 
     def run(x):
         h = torch.nn.functional.layer_norm(x, x.shape[-1:])
-        if method == "ulysses":
-            y = _ulysses(h, layer, leaves, rows)
-        else:
-            projections = projections_of(layer, leaves, rows)
-            output = OutputProjection(leaves["wo"])
-            y = upipe_attention(h, projections, schedule, dist.group.WORLD, layer.kernel, output=output, mode=mode)
-        return y.sin()
+        if memory is None:
+            return _ulysses(h, layer, leaves, rows).sin()
+        mode = Mode(memory, operator=selective)
+        projections = projections_of(layer, leaves, rows)
+        output = OutputProjection(leaves["wo"]) if mode.fuses_output else None
+        y = upipe_attention(h, projections, schedule, dist.group.WORLD, layer.kernel, output=output, mode=mode)
+        return (y if mode.fuses_output else torch.nn.functional.linear(y, leaves["wo"])).sin()
 
-    SENT.append(0)
+    sent = 0
     original = dist.all_to_all_single
 
     def counted(received, send, *args, **kwargs):
-        if method != "ulysses":
-            SENT[-1] += send.numel()
+        nonlocal sent
+        sent += send.numel()
         return original(received, send, *args, **kwargs)
 
     dist.all_to_all_single = counted
     try:
-        extra = {"context_fn": context_fn} if method == "selective" else {}
-        out = run(x) if method == "alone" else checkpoint(run, x, use_reentrant=False, **extra)
-        out.backward(layer.dout[:, rows])
+        extra = {"context_fn": context_fn} if selective else {}
+        with (
+            contextlib.nullcontext() if selective else FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as flops
+        ):
+            out = checkpoint(run, x, use_reentrant=False, **extra) if checkpointed else run(x)
+            out.backward(layer.dout[:, rows])
     finally:
         dist.all_to_all_single = original
-    grads = {"x": x.grad, **{name: t.grad for name, t in leaves.items() if name != "x"}}
     return {
-        "grads": grads,
-        "forwards": layer.kernel.forwards,
-        "backwards": layer.kernel.backwards,
-        "sent": SENT[-1],
+        "grads": {"x": x.grad, **{name: t.grad for name, t in leaves.items() if name != "x"}},
+        "calls": (layer.kernel.forwards, layer.kernel.backwards),
+        "sent": sent,
+        "flops": flops.get_total_flops() if flops else None,
     }
 
 
 def _all_methods() -> dict[str, dict]:
-    return {name: _checkpointed_layer(name) for name in ("alone", "ulysses", "plain", "selective")}
+    return {name: _layer_by(*how) for name, how in METHODS.items()}
 
 
-def test_selective_checkpointing_runs_no_third_forward_and_sends_no_more_than_ulysses():
+def test_what_each_method_runs_and_sends():
     for results in run_ranks(2, _all_methods):
-        right = results["alone"]["grads"]
-        for name in ("ulysses", "plain", "selective"):
-            assert max(relative_errors(results[name]["grads"], right).values()) < 1e-12, name
+        right = results["ulysses"]["grads"]
+        for name, result in results.items():
+            assert max(relative_errors(result["grads"], right).values()) < 1e-12, name
         stages = 2
-        calls = {name: (r["forwards"], r["backwards"]) for name, r in results.items()}
-        assert calls["alone"] == (2 * stages, stages)  # fused attends again in backward
-        assert calls["ulysses"] == (2, 1)
-        assert calls["plain"] == (3 * stages, stages)
-        assert calls["selective"] == (2 * stages, stages)
-        # q, k, v, out forward; twice under a checkpoint; once more backward. Fused: q, k, v again and dout, dq, out,
-        # dk, dv backward; the result is kept, so the forward is not run again.
-        once = results["ulysses"]["sent"] // 3
-        assert results["selective"]["sent"] == results["ulysses"]["sent"]
-        assert results["plain"]["sent"] == 4 * once
+        calls = {name: result["calls"] for name, result in results.items()}
+        assert calls["ulysses"] == (1, 1) and calls["checkpointed ulysses"] == (2, 1)
+        for name in ("keep_heads", "keep", "selective, keep_heads"):
+            assert calls[name] == (stages, stages)
+        for name in ("fused", "selective"):  # attends again in backward
+            assert calls[name] == (2 * stages, stages)
+        assert calls["checkpointed"] == (3 * stages, stages)
+        # Ulysses: q, k, v, out forward, again under a checkpoint, and their gradients backward.
+        one = results["ulysses"]["sent"] // 8
+        sent = {name: result["sent"] // one for name, result in results.items()}
+        assert sent == {
+            "ulysses": 8,
+            "checkpointed ulysses": 12,
+            "keep_heads": 9,  # out again
+            "keep": 12,  # and q, k, v
+            "fused": 12,
+            "checkpointed": 16,
+            "selective": 12,  # the result is kept, so the forward is not run again
+            "selective, keep_heads": 9,
+        }
+        # Products and attention are Ulysses's where heads are kept; else q, k and v are projected once more.
+        flops = {name: results[name]["flops"] for name in ("ulysses", "keep_heads", "keep")}
+        projected_again = 3 * 2 * (24 // 2) * right["wq"].numel()
+        assert flops["keep_heads"] == flops["ulysses"]
+        assert flops["keep"] == flops["ulysses"] + projected_again
 
 
 def test_the_operator_refuses_double_backward():

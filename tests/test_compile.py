@@ -36,6 +36,7 @@ from upipe_integrations.kernels import KERNELS, MathKernel
 
 MODES = {
     "keep": Mode(),
+    "keep_heads": Mode("keep_heads"),
     "recompute": Mode("recompute"),
     "fused": Mode("fused"),
     "blocks": Mode("blocks", query_blocks=2),
@@ -259,7 +260,7 @@ def test_checkpointed_layers_compile_and_keep_attention(keeps):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for CPUs")
-@pytest.mark.parametrize("mode", ["keep", "fused"])
+@pytest.mark.parametrize("mode", ["keep_heads", "fused"])
 def test_inductor_finds_the_sizes_and_strides_it_was_told(mode):
     layer = make_layer(8, 4, seq=24, batch=2, output=True, norm=True)
     inner = layer_function(layer, Mode(mode), kernel=KERNELS["torch-cpu-flash"])

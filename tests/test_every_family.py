@@ -84,7 +84,7 @@ def outcomes() -> dict[str, Outcome]:
                 attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
             except ValueError as error:
                 assert memory != "keep" and "Set upipe.memory to 'recompute'" in str(error), (family, error)
-                modes = "`keep`, `recompute`"
+                modes = "`keep_heads`, `keep`, `recompute`"
                 continue
             for lengths, right in zip(PACKINGS, wanted, strict=True):
                 positions = torch.cat([torch.arange(n) for n in lengths])[None]

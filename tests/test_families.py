@@ -56,7 +56,7 @@ def _every_family() -> dict[str, float]:
     errors = {}
     batch = make_batch(batch=2)
     for family in FAMILIES:
-        for chunk_heads, memory in ((2, "keep"), (8, "keep"), (2, "recompute"), (2, "fused"), (2, "blocks")):
+        for chunk_heads, memory in ((2, "keep"), (8, "keep_heads"), (2, "recompute"), (2, "fused"), (2, "blocks")):
             model = make_model(family, dtype=torch.float64)
             wanted = single_process(model, batch)
             attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from tests.engine import projections_of, relative_errors, run_sharded, spec_of
 from tests.ranks import run_ranks
 from tests.reference import attend, make_layer, reference
-from upipe_integrations import AttentionSpec, Dropout, FunctionKernel, Layout, Schedule, UPipeConfig, upipe_attention
+from upipe_integrations import (
+    AttentionSpec,
+    Dropout,
+    FunctionKernel,
+    Layout,
+    Mode,
+    Schedule,
+    UPipeConfig,
+    upipe_attention,
+)
 from upipe_integrations.kernels import KERNELS, KernelRequest, math
 from upipe_integrations.kernels.base import Kernel, regions
 
@@ -104,9 +113,10 @@ def _errors_of_partial() -> dict[tuple, float]:
         [(8, 4), (14, 2), (8, 1)], ["batch", "sequence"], [(), ("documents", "sinks"), ("window", "other value size")]
     ):
         layer = _layer(names, H, K)
-        for layout in (Layout.contiguous(), Layout.zigzag()):
-            got = run_sharded(layer, C, dist.group.WORLD, "math", layout=layout, partial=form)
-            worst[H, K, form, names, layout] = max(relative_errors(got, reference(layer)).values())
+        wanted = reference(layer)
+        for layout, mode in itertools.product((Layout.contiguous(), Layout.zigzag()), (Mode(), Mode("keep_heads"))):
+            got = run_sharded(layer, C, dist.group.WORLD, "math", layout=layout, partial=form, mode=mode)
+            worst[H, K, form, names, layout, mode] = max(relative_errors(got, wanted).values())
     return worst
 
 

@@ -22,6 +22,14 @@ from upipe_integrations.kernels import (
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _chosen_anew():
+    """Tests here differ in what is installed."""
+    select_kernel.cache_clear()
+    yield
+    select_kernel.cache_clear()
+
+
 def _inputs(n=4, v=2, S=37, D=16, batch=2, dtype=torch.float64, device="cpu"):
     g = torch.Generator().manual_seed(0)
 
@@ -100,9 +108,20 @@ def test_auto_picks_by_device_dtype_and_head_size(request_, expected, monkeypatc
 def test_auto_prefers_flash_attn_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-3"
+    select_kernel.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flash_attn_interface" else object())
     assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-2"
     assert select_kernel("auto", KernelRequest(CPU, torch.bfloat16, 128)).name == "torch-cpu-flash"
+
+
+def test_kernels_are_asked_once_for_a_request(monkeypatch):
+    """Not in every layer of every forward: they look for packages on disk."""
+    looked = []
+    monkeypatch.setattr("importlib.util.find_spec", looked.append)
+    for head_dim in (128, 128, 64, 128):
+        select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, head_dim))
+    once = len(looked) // 2
+    assert looked == looked[:once] * 2 and len(set(looked)) == once > 0
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def _peaks(tensor_ranks: int) -> dict[tuple[str, str], tuple[float, float]]:
         tensor_model_parallel_size=tensor_ranks, context_parallel_size=RANKS, create_gloo_process_groups=False
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    attention._chosen_kernel = lambda *_: FlashWorkspace()
+    attention.select_kernel = lambda *_: FlashWorkspace()
     found = {}
     for name, layer in LAYERS.items():
         for mode in MEMORY:

@@ -10,67 +10,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import run_in_process
-from upipe_integrations import AttentionSpec, Mode, Schedule, upipe_attention_qkv
+from tests.ulysses import AllToAll, Attend
+from upipe_integrations import Mode, Schedule, upipe_attention_qkv
 from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks, measured_peak, measured_upipe_peak
 from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 
 RANKS = 8
 TOKENS = 1 << 20
-_SPEC = AttentionSpec()
 MODES = {
+    "keep_heads": Mode("keep_heads"),
     "keep": Mode(),
     "recompute": Mode("recompute"),
     "fused": Mode("fused"),
     "keep, exact sums": Mode(accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
     "blocks": Mode("blocks", query_blocks=4),
+    "keep_heads, overlap": Mode("keep_heads", overlap=True),
     "keep, overlap": Mode(overlap=True),
     "fused, overlap": Mode("fused", overlap=True),
     "blocks, overlap": Mode("blocks", overlap=True),
 }
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 QWEN3_32B = LayerShape(heads=64, kv_heads=8, head_dim=128, hidden_size=5120)
-
-
-# A Ulysses written the usual way, to stand beside: DeepSpeed's order of transposes and copies.
-def _ulysses_exchange(t: torch.Tensor, to_heads: bool) -> torch.Tensor:
-    C = dist.get_world_size()
-    if to_heads:  # [b, L, H, D] -> [b, S, H/C, D]
-        b, L, H, D = t.shape
-        send = t.reshape(b, L, C, H // C, D).contiguous().permute(2, 0, 1, 3, 4).contiguous()
-    else:  # [b, S, H/C, D] -> [b, L, H, D]
-        b, S, n, D = t.shape
-        send = t.reshape(b, C, S // C, n, D).contiguous().permute(1, 0, 2, 3, 4).contiguous()
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send)
-    del send
-    if to_heads:
-        return received.permute(1, 0, 2, 3, 4).contiguous().reshape(b, C * L, H // C, D).contiguous()
-    return received.permute(1, 2, 0, 3, 4).contiguous().reshape(b, S // C, C * n, D).contiguous()
-
-
-class _UlyssesAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t, to_heads):
-        ctx.to_heads = to_heads
-        return _ulysses_exchange(t, to_heads)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _ulysses_exchange(grad, not ctx.to_heads), None
-
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out, lse = FlashWorkspace().forward(q, k, v, _SPEC)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        return FlashWorkspace().backward(dout, q, k, v, out, lse, _SPEC)
+QWEN25_7B = LayerShape(heads=28, kv_heads=4, head_dim=128, hidden_size=3584)
+"""Which 8 ranks do not divide: uneven groups, KV heads on several ranks, a last stage that is filled up."""
+LAYERS = {"8b": LLAMA3_8B, "32b": QWEN3_32B, "7b": QWEN25_7B}
 
 
 class _OnePassRotary(torch.autograd.Function):
@@ -102,10 +66,10 @@ def _ulysses(x, wq, wk, wv, wo, cos, sin, D, rotary):
     b, L, _ = x.shape
     q, k, v = (F.linear(x, w).view(b, L, -1, D) for w in (wq, wk, wv))
     q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-    q, k, v = (_UlyssesAllToAll.apply(t, True) for t in (q, k, v))
-    out = _Flash.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    q, k, v = (AllToAll.apply(t, True) for t in (q, k, v))
+    out = Attend.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), FlashWorkspace()).transpose(1, 2)
     del q, k, v
-    return _UlyssesAllToAll.apply(out, False).reshape(b, L, -1)
+    return AllToAll.apply(out, False).reshape(b, L, -1)
 
 
 def _measured_given(layer: LayerShape, chunk_heads: int) -> PeakUnits:
@@ -165,6 +129,13 @@ def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
                 measured_upipe_peak(layer, schedule, mode, TOKENS),
                 upipe_peak(layer, schedule, mode),
             )
+    for U, (mode_name, mode) in itertools.product((16, 24), MODES.items()):
+        if mode.keeps_heads or mode.blocks > 1:
+            schedule = Schedule.build(heads=28, kv_heads=4, ranks=RANKS, chunk_heads=U)
+            peaks[f"7b upipe {U} {mode_name}"] = (
+                measured_upipe_peak(QWEN25_7B, schedule, mode, TOKENS),
+                upipe_peak(QWEN25_7B, schedule, mode),
+            )
     return peaks
 
 
@@ -176,6 +147,8 @@ def peaks():
 @pytest.mark.parametrize(
     ("name", "forward", "training"),
     [
+        ("8b upipe 8 keep_heads", 12.2, 30.5),
+        ("32b upipe 8 keep_heads", 20.3, 45.0),
         ("8b upipe 8 keep", 8.2, 28.5),
         ("8b upipe 8 recompute", 8.2, 24.6),
         ("8b upipe 8 fused", 8.2, 20.6),
@@ -184,6 +157,7 @@ def peaks():
         ("32b upipe 8 fused", 15.2, 23.0),  # y over 8 stages is summed in float32
         ("8b upipe 8 blocks", 8.2, 15.6),
         ("32b upipe 8 blocks", 15.2, 18.0),
+        ("7b upipe 16 blocks", 15.6, 24.5),
     ],
 )
 def test_peak_is_at_most(peaks, name, forward, training):
@@ -211,9 +185,9 @@ def test_usual_ulysses_measures_what_the_comparison_says(peaks, name, forward, t
 
 def test_every_peak_is_its_closed_form(peaks):
     checked = {name: pair for name, pair in peaks.items() if "two-step" not in name}
-    assert len(checked) == 2 * (2 + 2 + 4 * len(MODES))
+    assert len(checked) == 2 * (2 + 2 + 4 * len(MODES)) + 2 * 4
     for name, (measured, form) in checked.items():
-        layer = LLAMA3_8B if name.startswith("8b") else QWEN3_32B
+        layer = LAYERS[name.split()[0]]
         # Not in the forms: weight gradients (q, k, v, o), and FlashAttention's row sums, 1/32 of a head.
         weights = 2 * (layer.heads + layer.kv_heads) * layer.hidden_size / TOKENS
         if "blocks" in name:  # and a stage's rows of two of them in float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -23,18 +24,19 @@ from upipe_integrations import (
     Schedule,
     upipe_attention,
 )
-from upipe_integrations.kernels import KERNELS
+from upipe_integrations.kernels import KERNELS, MathKernel
 
 MODES = {
+    "keep_heads": Mode("keep_heads"),
     "keep": Mode("keep"),
     "recompute": Mode("recompute"),
     "fused": Mode("fused"),
-    "keep, exact sums": Mode("keep", accumulate="float32"),
     "fused, exact sums": Mode("fused", accumulate="float32"),
     "blocks": Mode("blocks", query_blocks=2),
     "keep, overlap": Mode(overlap=True),
-    "fused, overlap": Mode("fused", overlap=True),
+    "keep_heads, overlap": Mode("keep_heads", overlap=True),
     "blocks, overlap": Mode("blocks", query_blocks=2, overlap=True),
+    "fused, overlap": Mode("fused", overlap=True),
 }
 NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
@@ -62,7 +64,7 @@ def test_every_mode_with_every_feature(ranks, kernel):
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
-@pytest.mark.parametrize("mode", ["recompute", "fused"])
+@pytest.mark.parametrize("mode", ["keep_heads", "recompute", "fused"])
 def test_dropout_is_the_same_when_attention_is_run_again(mode):
     layer = make_layer(8, 4, seq=24, output=True)
     wanted = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5))
@@ -147,12 +149,52 @@ def test_ranks_exchange_the_same_in_the_same_order():
     assert by_rank[0]["keep"] == forward + [kv, 3 * q, q, back, back] * 2
     assert by_rank[0]["recompute"] == forward + [kv, 2 * q, q, back, back] * 2
     assert by_rank[0]["fused"] == forward + [kv, 2 * q, q, q, back, back] * 2
+    # What was kept as it was received is not sent again: as many bytes as Ulysses, and the output.
+    assert by_rank[0]["keep_heads"] == forward + [2 * q, q, back, back] * 2
     # Looking ahead changes the order, on every rank alike, and nothing else.
     for name in ("keep", "fused", "blocks"):
         ahead, at_once = by_rank[0][f"{name}, overlap"], by_rank[0][name]
         assert sorted(ahead) == sorted(at_once) and ahead != at_once
     # A block of half the rows: q and dout go, and dq and the output come back.
     assert by_rank[0]["blocks"] == forward + [kv, *(q, q) * 2, back, back] * 2
+
+
+def test_kept_heads_are_bit_by_bit_those_that_keep_makes_again():
+    layer = make_layer(8, 2, batch=2, norm=True, bias=True, dtype=torch.bfloat16)
+    kept, again = (run_sharded(layer, 2, None, "torch-cpu-flash", mode=Mode(mode)) for mode in ("keep_heads", "keep"))
+    assert all(torch.equal(kept[name], t) for name, t in again.items())
+
+
+def test_kept_heads_are_freed_stage_by_stage_unless_the_graph_is_retained():
+    """By the number of tensors of a stage's size that a kernel finds alive in backward."""
+    layer = make_layer(8, 4)
+    leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
+    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
+    received: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Watching(MathKernel):
+        def forward(self, q, k, v, spec):
+            received.extend(weakref.ref(t.untyped_storage()) for t in (q, k))  # v is in k's buffer
+            return super().forward(q, k, v, spec)
+
+        def backward(self, *args):
+            alive.append(sum(t() is not None for t in received))
+            return super().backward(*args)
+
+    for operator in (False, True):
+        mode = Mode("keep_heads", operator=operator)
+        out = upipe_attention(
+            leaves["x"], projections_of(layer, leaves, slice(None)), schedule, None, Watching(), mode=mode
+        )
+        for retain_graph, expected in ((True, [8, 8, 8, 8]), (False, [8, 6, 4, 2])):
+            alive.clear()
+            out.backward(layer.dout, retain_graph=retain_graph)
+            assert alive == expected
+        received.clear()
+    for name, grad in reference(layer).items():  # four backwards of one layer
+        if name != "out":
+            torch.testing.assert_close(leaves[name[1:]].grad, 4 * grad, rtol=1e-10, atol=1e-12)
 
 
 def test_frozen_weights_get_no_gradient_and_send_no_output():
@@ -378,7 +420,7 @@ def _by_head_and_row() -> dict[str, float]:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         (out.transpose(1, 2).flatten(2) @ t["o"].t()).backward(t["dy"])
         wanted = {name: leaf.grad for name, leaf in t.items() if name != "dy"}
-        for mode in (Mode(), Mode("fused"), Mode("blocks", query_blocks=2)):
+        for mode in (Mode("keep_heads"), Mode("fused"), Mode("blocks", query_blocks=2)):
             rows = slice(rank * S // C, (rank + 1) * S // C)
             mine = leaves(rows)
             functions = {n: HeadFunction(_scaled, (mine[f"{n}h"], mine[f"{n}r"]), (1,), (0,)) for n in "qk"}

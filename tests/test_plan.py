@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from tests.ranks import run_in_process
 from upipe_integrations import cli
 from upipe_integrations import plan as plan_module
+from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import PRESETS, Model, find_model
 from upipe_integrations.plan import Method, Plan, Setup
 
@@ -41,7 +42,7 @@ def test_the_papers_picture():
     for name in ("Ring", "Ulysses"):
         assert 3 * M <= longest[name] < 4 * M
     assert 5 * M <= longest["UPipe keep, U=8"] < 6 * M
-    names = [f"UPipe {mode}, U=8" for mode in ("keep", "recompute", "fused", "blocks")]
+    names = [f"UPipe {mode}, U=8" for mode in MEMORY]
     assert sorted(names, key=longest.get) == names
     assert longest["UPipe fused, U=8"] > 6 * M
     assert longest["UPipe blocks, U=8"] > 7 * M
@@ -168,7 +169,7 @@ def _traced() -> list[tuple[str, float]]:
         ("llama3.2-1b", 8, (8,), (M,)),
     ):
         for tokens in lengths:
-            modes = ("keep", "recompute", "fused", *(["blocks"] if tokens == M else []))
+            modes = ("keep_heads", "keep", "recompute", "fused", *(["blocks"] if tokens == M else []))
             plan = Plan(PRESETS[name], Setup(ranks, 80), chunk_heads=heads, memory=modes)
             found += [(f"{name} {t.method} {tokens}", t.difference) for t in plan.trace([tokens])]
     return found
@@ -176,7 +177,7 @@ def _traced() -> list[tuple[str, float]]:
 
 def test_closed_forms_are_what_the_engine_takes():
     traced = run_in_process(_traced, seconds=400)
-    assert len(traced) == (3 * 2 + 2 * 2 + 3 * 2 + 1) * 3 + 3 + 2 + 3 + 1
+    assert len(traced) == (3 * 2 + 2 * 2 + 3 * 2 + 1) * 4 + 3 + 2 + 3 + 1
     for name, difference in traced:
         assert abs(difference) < 0.02, (name, difference)
 
@@ -198,7 +199,7 @@ def test_advice_switches_on_what_is_needed_and_no_more():
 
 def test_recommended_is_what_costs_least_work():
     plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, **PAPER))
-    assert str(plan.recommended(M)) == "UPipe keep, U=16"
+    assert str(plan.recommended(M)) == "UPipe keep_heads, U=16"
     assert str(plan.recommended(5 * M)) == "UPipe keep, U=8"
     assert str(plan.recommended(6 * M)) == "UPipe fused, U=8"
 

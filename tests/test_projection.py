@@ -24,6 +24,7 @@ from upipe_integrations import (
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS
+from upipe_integrations.mode import MEMORY
 
 D = 8
 
@@ -117,7 +118,7 @@ def _whole(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-MODES = {name: Mode(name, query_blocks=2) for name in ("keep", "recompute", "fused", "blocks")}
+MODES = {name: Mode(name, query_blocks=2) for name in MEMORY}
 
 
 def _errors_of_fused() -> dict[tuple, float]:

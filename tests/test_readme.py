@@ -64,6 +64,7 @@ def test_the_memory_table_is_the_closed_forms():
     row("Ulysses", [ulysses_peak(m, 8).gib(1 << 20, 128) for m in models])
     for U, memory, name in (
         (8, "keep", "UPipe, `chunk_heads` = 8"),
+        (8, "keep_heads", "the same, `memory` = `keep_heads`"),
         (8, "recompute", "the same, `memory` = `recompute`"),
         (8, "fused", "the same, `memory` = `fused`"),
         (8, "blocks", "the same, `memory` = `blocks`"),

@@ -42,7 +42,8 @@ def test_padding_and_real_positions_are_the_whole_exchange(layer):
     schedule = Schedule.build(heads=heads, kv_heads=kv_heads, ranks=ranks, chunk_heads=chunk_heads)
     for stage in schedule.stages:
         for chunk in (stage.q, stage.kv):
-            assert sorted(chunk.real_positions + chunk.padding) == list(range(ranks * chunk.per_rank))
+            real = [r * chunk.per_rank + j for r, count in enumerate(chunk.real) for j in range(count)]
+            assert sorted([*real, *chunk.padding]) == list(range(ranks * chunk.per_rank))
             rows = chunk.by_rank
             repeated = [rows[p // chunk.per_rank][p % chunk.per_rank] for p in chunk.padding]
             assert all(0 <= head < heads for head in repeated)

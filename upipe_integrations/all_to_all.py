@@ -111,12 +111,6 @@ def send_view(heads: Tensor, ranks: int) -> Tensor:
     return by_rank.permute(2, 1, 0, 3, 4)
 
 
-def attention_view(received: Tensor) -> Tensor:
-    """`[C, L, B, n, D]` as received -> view `[B, n, S, D]` for the kernel."""
-    C, L, B, n, D = received.shape
-    return received.view(C * L, B, n, D).permute(1, 2, 0, 3)
-
-
 def sequence_pieces(attended: Tensor, ranks: int) -> Tensor:
     """`[B, n, S, D]` -> contiguous `[C, L, B, n, D]`: piece c is for rank c; no copy where the memory allows."""
     B, n, S, D = attended.shape

@@ -126,7 +126,7 @@ def upipe_attention_qkv(
         k: like `q` with K heads.
         v: like `k`, Dv its head size.
         schedule, group, kernel, spec, layout, sinks, mode: see :func:`upipe_attention`; modes that fuse the output
-            projection are refused.
+            projection are refused, and what ``"keep_heads"`` keeps is beside q, k and v.
 
     Returns:
         `[B, L, H, Dv]`, or `[L, B, H, Dv]` if `sequence_first`. Differentiable once, in q, k, v and sinks.
@@ -145,7 +145,9 @@ def upipe_attention_qkv(
             )
     mode = mode or Mode()
     if mode.fuses_output:
-        raise ValueError(f"memory mode {mode.memory!r} of heads that are projected already: use 'keep' or 'recompute'.")
+        raise ValueError(
+            f"memory mode {mode.memory!r} of heads that are projected already: use 'keep_heads', 'keep' or 'recompute'."
+        )
     given = Sources(GivenHeads(q), GivenHeads(k), GivenHeads(v), None)
     call = Call(given, schedule, group, kernel, spec or AttentionSpec(), layout or Layout(), mode, q.dtype)
     _check(call, q.shape[0], q.shape[1], q.device, sinks)
@@ -205,8 +207,8 @@ def _check_output(
     if mode.fuses_output != (output is not None):
         raise ValueError(
             f"memory mode {mode.memory!r} with{'out' if output is None else ''} an output projection: 'fused' and "
-            "'blocks' need it, 'keep' and 'recompute' leave it to the caller. Pass output=OutputProjection(weight, "
-            "bias) exactly with the former."
+            "'blocks' need it, the others leave it to the caller. Pass output=OutputProjection(weight, bias) exactly "
+            "with the former."
         )
     if output is not None:
         width = schedule.heads * projections.v.head_dim
@@ -297,14 +299,17 @@ class _UPipeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor | None, sinks: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        result, lses = run_forward(call, x, sinks, tensors)
+        result, more = run_forward(call, x, sinks, tensors)
         ctx.call = call
-        ctx.save_for_backward(x, sinks, *tensors, *([result, *lses] if call.mode.memory == "keep" else []))
+        ctx.save_for_backward(x, sinks, *tensors, *([result, *more] if call.mode.keeps_output else []))
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        read = len(ctx.call.sources.tensors())
-        x, sinks, *rest = ctx.saved_tensors
-        return None, *run_backward(ctx.call, grad, (x, sinks, rest[:read]), rest[read:], ctx.needs_input_grad[1:])
+        read = 2 + len(ctx.call.sources.tensors())
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is kept is then freed stage by stage
+        (x, sinks, *tensors), kept = saved[:read], saved[read:]
+        del saved
+        return None, *run_backward(ctx.call, grad, (x, sinks, tensors), kept, ctx.needs_input_grad[1:])

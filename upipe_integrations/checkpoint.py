@@ -5,9 +5,10 @@ themselves, attention would run three times forward. Under selective checkpointi
 operator's result is kept instead: recomputing the layer skips it, so no third attention runs and as many bytes
 travel as for checkpointed Ulysses.
 
-The price is y (or the attention output and lse in mode ``"keep"``) kept beside the layer's input: two `[B, L, E]`
-tensors a layer instead of one. Keep it where speed matters or saved activations are offloaded; leave it, with a
-plain checkpoint, where the saved activations of all layers are what fills the memory.
+The price is y (or the attention output and lse in mode ``"keep"``, and received heads in ``"keep_heads"``) kept beside
+the layer's input: two `[B, L, E]` tensors a layer instead of one, in ``"keep_heads"`` three to five. Keep it where
+speed matters or saved activations are offloaded; leave it, with a plain checkpoint, where the saved activations of all
+layers are what fills the memory.
 """
 
 from __future__ import annotations

@@ -54,17 +54,18 @@ def copy_heads(tensor: Tensor, rows: HeadRows, dim: int, target: Tensor) -> None
 
 
 def put_heads(tensor: Tensor, chunk: HeadChunk, dim: int, values: Tensor) -> None:
-    """Write the chunk's real heads to `tensor`.
+    """Write the chunk's real heads, of which those of a rank are neighbours, to `tensor`, without a temporary.
 
     `values` has all of the chunk's, with dimensions `dim` and `dim + 1` for ranks and heads of a rank.
     """
-    rows = chunk.by_rank
-    view = None if chunk.padding else _view(tensor, rows, dim)
+    view = None if chunk.padding else _view(tensor, chunk.by_rank, dim)
     if view is not None:
         view.copy_(values)
         return
-    real = torch.tensor(chunk.real_positions, device=tensor.device)
-    tensor.index_copy_(dim, _index(rows, tensor.device)[real], values.flatten(dim, dim + 1).index_select(dim, real))
+    for heads, real, of_rank in zip(chunk.by_rank, chunk.real, values.unbind(dim), strict=True):
+        if real:
+            assert heads[:real] == tuple(range(heads[0], heads[0] + real))
+            tensor.narrow(dim, heads[0], real).copy_(of_rank.narrow(dim, 0, real))
 
 
 def add_heads(tensor: Tensor, rows: HeadRows, dim: int, values: Tensor) -> None:

@@ -89,6 +89,11 @@ def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: M
     return rows * layer.hidden_size / tokens
 
 
+def received_heads(schedule: Schedule) -> int:
+    """What ``"keep_heads"`` keeps more than ``"keep"``, in units: q, k and v of all stages as a rank receives them."""
+    return sum(_StageSizes.of(stage, None).received for stage in schedule.stages)
+
+
 @dataclass(frozen=True)
 class _StageSizes:
     """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap).
@@ -116,9 +121,14 @@ class _StageSizes:
         """dK and dV of FlashAttention's backward that are expanded to query heads under GQA."""
         return 2 * self.q if self.q != self.kappa else 0
 
-    def in_flight(self, parts: int) -> int:
+    @property
+    def received(self) -> int:
+        """What the stage is sent to attend: its q, and the K and V that it opens."""
+        return self.q + 2 * self.kappa * self.opens_kv
+
+    def in_flight(self, parts: int, *, kv: bool = True) -> int:
         """Sent and received for the next stage: `parts` tensors of query heads, and K and V."""
-        return 2 * parts * self.next_q + 4 * self.next_kappa
+        return 2 * parts * self.next_q + 4 * self.next_kappa * kv
 
 
 def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
@@ -129,33 +139,42 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
         peak = result + chi
     if mode.overlap:  # K, V and q of the first stage are all sent before the first is waited for
         peak = max(peak, 2 * stages[0].q + 4 * stages[0].kappa)
+    kept = 0
     for number, s in enumerate(stages):
-        attending = (0 if number == 0 else result) + 2 * s.q + 2 * s.kappa + (2 * s.q if s.paired else 0)
-        writing = result + s.q + (0 if s.closes_kv else 2 * s.kappa)
+        kept += s.received * mode.keeps_heads
+        so_far = 0 if number == 0 else result
+        left = kept or (0 if s.closes_kv else 2 * s.kappa)  # of q, K and V, after they were attended
+        attending = so_far + (kept or s.q + 2 * s.kappa) + s.q + (2 * s.q if s.paired else 0)
+        sending_back = so_far + left + 2 * s.q
+        writing = result + left + s.q
         if mode.fuses_output:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
-        peak = max(peak, max(attending, writing) + s.in_flight(1) + lse)
+        peak = max(peak, max(attending, sending_back, writing) + s.in_flight(1) + lse)
     return peak
 
 
 def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int) -> float:
     wide = 2 if mode.accumulate == "float32" else 1
     # Beside a stage: the incoming gradients, what was kept, and dx so far.
-    incoming = chi + {"keep": 2 * h, "recompute": h}.get(mode.memory, 0)
+    incoming = chi + (0 if mode.fuses_output else 2 * h if mode.keeps_output else h)
+    kept = sum(s.received for s in stages) * mode.keeps_heads
     peak = 0.0
     for number, s in enumerate(stages):
         if mode.blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
             exchanging = 4 * s.q / mode.blocks
-            attending = 2 * s.q / mode.blocks + 6 * s.q / (mode.blocks * ranks) + (2 * s.kappa + s.expanded) / ranks
-            if s.paired:  # K and V up to the piece, and a tile's with their gradients, one of which in float32
-                attending = 2 * s.q / mode.blocks + 4 * s.q / (mode.blocks * ranks) + 2 * s.q + 6 * s.q / ranks
+            piece = s.q / (mode.blocks * ranks)
+            attending = 2 * s.q / mode.blocks + 6 * piece + (2 * s.kappa + s.expanded) / ranks
+            if s.paired:  # K and V up to the piece; then a tile's with their gradients, one of which in float32
+                attending = 2 * s.q / mode.blocks + max(2 * s.q + piece, 6 * s.q / ranks + 6 * piece)
             in_flight = exchanging + 4 * s.next_kappa if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
             sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
             attending = 6 * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + s.expanded)
-            stage = sums + attending + s.in_flight(3 if mode.memory == "keep" else 2)
+            kept -= s.received * mode.keeps_heads  # which `attending` counts; the rest is of later stages
+            parts = 1 + mode.keeps_output + (not mode.keeps_heads)
+            stage = kept + sums + attending + s.in_flight(parts, kv=not mode.keeps_heads)
         peak = max(peak, incoming + stage)
     return peak
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-MEMORY = ("keep", "recompute", "fused", "blocks")
+MEMORY = ("keep_heads", "keep", "recompute", "fused", "blocks")
 """From most memory and least work to least memory and most work; see :class:`Mode`."""
 ACCUMULATE = ("auto", "float32")
 PRODUCT_PIECES = 64
@@ -21,7 +21,9 @@ class Mode:
     """How a layer trades memory for work.
 
     Args:
-        memory: ``"keep"`` keeps the attention output and lse for backward (as FlashAttention does);
+        memory: ``"keep_heads"`` keeps q, k and v for backward as each stage received them, besides what ``"keep"``
+            does, so that none is exchanged again, nor projected but for a head function's own gradient;
+            ``"keep"`` keeps the attention output and lse (as FlashAttention does);
             ``"recompute"`` keeps neither and attends each stage again in backward, so that the output may be
             freed before; ``"fused"`` does so with the output projection inside the stage loop, so that neither
             the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
@@ -41,6 +43,16 @@ class Mode:
     accumulate: str = "auto"
     overlap: bool = False
     operator: bool = False
+
+    @property
+    def keeps_heads(self) -> bool:
+        """Whether q, k and v are kept for backward as they were received."""
+        return self.memory == "keep_heads"
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the attention output and lse are kept for backward."""
+        return self.memory in ("keep_heads", "keep")
 
     @property
     def fuses_output(self) -> bool:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import group_ranks
-from upipe_integrations.kernels.base import lse_like
-from upipe_integrations.staged import Call, run_backward, run_forward
+from upipe_integrations.staged import Call, kept_like, run_backward, run_forward
 from upipe_integrations.tracing import run_for_real
 
 
@@ -63,28 +62,22 @@ def _number_for_good(call: Call, given: tuple[bool, ...]) -> int:
 
 @torch.library.custom_op("upipe::attention", mutates_args=())
 def _attention(tensors: list[Tensor], call: int) -> list[Tensor]:
-    """(result, lse of each stage where the mode keeps it)."""
+    """The result, and what else the mode keeps for backward."""
     prepared = _PREPARED[call]
-    result, lses = run_forward(prepared.call, *prepared.inputs(tensors))
-    return [result, *(lse.contiguous() for lse in lses)]
+    result, more = run_forward(prepared.call, *prepared.inputs(tensors))
+    return [result, *(t.contiguous() for t in more)]
 
 
 @_attention.register_fake
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     prepared = _PREPARED[call]
-    of = prepared.call
     x, _, rest = prepared.inputs(tensors)
-    sources = of.sources.with_tensors(iter(rest))
+    of = prepared.call.with_tensors(rest)
+    sources = of.sources
     B, L = sources.q.shape_of(x)
     L *= group_ranks(of.x_group)
     width = sources.v.head_dim * of.schedule.heads if sources.output is None else sources.output.weight.shape[0]
-    results = [tensors[0].new_empty(B, L, width, dtype=of.dtype)]
-    if of.mode.memory == "keep":
-        S = L * of.schedule.ranks
-        for stage in of.schedule.stages:
-            q = tensors[0].new_empty(B, stage.q.per_rank, S, sources.q.head_dim, dtype=of.dtype)
-            results.append(lse_like(of.kernel, q))
-    return results
+    return [tensors[0].new_empty(B, L, width, dtype=of.dtype), *kept_like(of, tensors[0], (B, L))]
 
 
 @torch.library.custom_op("upipe::attention_backward", mutates_args=())
@@ -93,14 +86,14 @@ def _attention_backward(
 ) -> list[Tensor]:
     """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
     with _autograd_there():
-        grads = _gradients(_PREPARED[call], grad, tensors, kept, wanted)
+        grads = _gradients(_PREPARED[call], grad, tensors, list(kept), wanted)
     return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
 
 
 def _gradients(
-    prepared: _Prepared, grad: Tensor, tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    prepared: _Prepared, grad: Tensor, tensors: Sequence[Tensor], kept: list[Tensor], wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradient of each of the tensors, where it is wanted."""
+    """The gradient of each of the tensors, where it is wanted; empties `kept`."""
     wants = iter(wanted)
     wanted_of_all = [given and next(wants) for given in prepared.given]
     with torch.no_grad():
@@ -139,13 +132,15 @@ def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tens
     ctx.prepared = _PREPARED[ctx.number]
     ctx.wanted = [t.requires_grad for t in tensors]
     ctx.read = len(tensors)
-    kept = output if ctx.prepared.call.mode.memory == "keep" else []
+    kept = output if ctx.prepared.call.mode.keeps_output else []
     ctx.save_for_backward(*tensors, *kept)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
     saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is kept is then freed stage by stage
     tensors, kept = saved[: ctx.read], saved[ctx.read :]
+    del saved
     if not ctx.prepared.in_graph:
         return _gradients(ctx.prepared, grads[0], tensors, kept, ctx.wanted), None
     of_wanted = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))

@@ -17,7 +17,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from upipe_integrations.config import UPipeConfig, closest
-from upipe_integrations.memory import LayerShape, ring_peak, ulysses_peak, upipe_peak, weight_gradients
+from upipe_integrations.memory import (
+    LayerShape,
+    received_heads,
+    ring_peak,
+    ulysses_peak,
+    upipe_peak,
+    weight_gradients,
+)
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import Model
 from upipe_integrations.schedule import Schedule
@@ -433,8 +440,9 @@ def _units(method: Method, shape: LayerShape, setup: Setup) -> _Units:
         return _Units(ulysses_peak(shape, C).training, 3 * h + 2 * max(shape.kv_heads / C, 1) + lse, 0)
     schedule = method.config.schedule(heads=shape.heads, kv_heads=shape.kv_heads, ranks=C)
     mode = method.config.mode
-    saved, result = {"keep": (h + lse, h + lse), "recompute": (h, h)}.get(mode.memory, (0, chi))
-    return _Units(upipe_peak(shape, schedule, mode).training, saved, result)
+    out = 0 if mode.fuses_output else h
+    more = (lse if mode.keeps_output else 0) + (received_heads(schedule) if mode.keeps_heads else 0)
+    return _Units(upipe_peak(shape, schedule, mode).training, out + more, (out or chi) + more)
 
 
 def _memory(model: Model, setup: Setup, units: _Units, tokens: int) -> Memory:

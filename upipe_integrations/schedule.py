@@ -41,11 +41,6 @@ class HeadChunk:
         return cls(by_rank, tuple(map(len, rows)))
 
     @property
-    def real_positions(self) -> tuple[int, ...]:
-        """Positions of the real heads in the rank-major order of the exchange buffers."""
-        return tuple(r * self.per_rank + j for r, real in enumerate(self.real) for j in range(real))
-
-    @property
     def padding(self) -> tuple[int, ...]:
         """Positions of the repeated heads in the rank-major order of the exchange buffers."""
         return tuple(r * self.per_rank + j for r, real in enumerate(self.real) for j in range(real, self.per_rank))

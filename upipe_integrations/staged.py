@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ from torch import Tensor
 from upipe_integrations.all_to_all import (
     Group,
     InFlight,
-    attention_view,
     exchange,
     gather_rows,
     group_rank,
@@ -34,7 +34,7 @@ from upipe_integrations.all_to_all import (
 )
 from upipe_integrations.heads import put_heads
 from upipe_integrations.kernels import AttentionSpec, Kernel
-from upipe_integrations.kernels.base import BlockKernel
+from upipe_integrations.kernels.base import BlockKernel, lse_like
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
 from upipe_integrations.projection import (
@@ -145,18 +145,16 @@ class Call:
         return self.kernel  # type: ignore[return-value]
 
     def start(self, *parts: _Part) -> _Arriving:
-        """Project the parts' heads and send them: side by side in one exchange where sizes allow."""
-        alike = len({part.source.head_dim for part in parts}) == 1
-        groups = [parts] if alike else [(part,) for part in parts]
-        widths = tuple(tuple(part.chunk.per_rank for part in group) for group in groups)
+        """Project the parts' heads and send them."""
+        groups = _together(*parts)
         overlap = self.mode.overlap
         sent = [start_exchange(self._packed(group), self.group, overlap=overlap) for group in groups]
-        return _Arriving(sent, widths, self)
+        return _Arriving(sent, [_widths(group) for group in groups], self)
 
     def _packed(self, parts: Sequence[_Part]) -> Tensor:
         """The parts' heads side by side in a send buffer `[C, L, B, all their n, D]`."""
         B, L = parts[0].source.shape_of(parts[0].x)
-        widths = [part.chunk.per_rank for part in parts]
+        widths = _widths(parts)
         reads = parts[0].source.tensors()[0]
         assert reads is not None
         send = torch.empty(
@@ -209,10 +207,21 @@ class Call:
         return out, lse
 
 
+def _together(*parts: _Part) -> list[Sequence[_Part]]:
+    """The parts by exchange: side by side in one where their heads have one size."""
+    alike = len({part.source.head_dim for part in parts}) == 1
+    return [parts] if alike else [(part,) for part in parts]
+
+
+def _widths(parts: Sequence[_Part]) -> list[int]:
+    """Heads of one rank, by part."""
+    return [part.chunk.per_rank for part in parts]
+
+
 class _Arriving:
     """Heads that were sent; see ``Call.start``."""
 
-    def __init__(self, exchanges: list[InFlight], widths: tuple[tuple[int, ...], ...], call: Call) -> None:
+    def __init__(self, exchanges: list[InFlight], widths: list[list[int]], call: Call) -> None:
         self._exchanges = exchanges
         self._widths = widths
         self._call = call
@@ -223,30 +232,53 @@ class _Arriving:
         self._exchanges = []
         return sent.wait()
 
-    def heads(self) -> list[Tensor]:
-        """Each part's heads over the whole sequence, `[B, n, S, D]`; once."""
-        heads: list[Tensor] = []
-        for sent, widths in zip(self._exchanges, self._widths, strict=True):
-            received = attention_view(sent.wait())
-            heads += self._call.layout.to_natural(received, 2, self._call.schedule.ranks).split(widths, 1)
+    def heads(self, kept: list[Tensor] | None = None) -> list[Tensor]:
+        """Each part's heads over the whole sequence, `[B, n, S, D]`; once. What they are views of is added to `kept`.
+
+        That is, of each exchange, all of its heads in natural order, `[S, B, n, D]`.
+        """
+        layout, ranks = self._call.layout, self._call.schedule.ranks
+        whole = [layout.to_natural(sent.wait().flatten(0, 1), 0, ranks) for sent in self._exchanges]
         self._exchanges = []
-        return heads
+        if kept is not None:
+            kept += whole
+        return _split(whole, self._widths)
+
+
+class _Kept:
+    """Heads that were kept when they arrived, asked for like :class:`_Arriving`."""
+
+    def __init__(self, whole: list[Tensor], widths: list[list[int]]) -> None:
+        self._whole = whole
+        self._widths = widths
+
+    def heads(self) -> list[Tensor]:
+        """See :class:`_Arriving`."""
+        whole, self._whole = self._whole, []
+        return _split(whole, self._widths)
+
+
+def _split(whole: list[Tensor], widths: list[list[int]]) -> list[Tensor]:
+    """Each part's heads `[B, n, S, D]` of each exchange's `[S, B, all n, D]`."""
+    parts = [part for t, of in zip(whole, widths, strict=True) for part in t.split(of, 2)]
+    return [part.permute(1, 2, 0, 3) for part in parts]
 
 
 _Step = TypeVar("_Step")
+_Asked = TypeVar("_Asked")
 
 
 def _ahead(
-    steps: Iterable[_Step], ask: Callable[[_Step], list[_Arriving | None]], overlap: bool
-) -> Iterator[tuple[_Step, Callable[[], list[_Arriving | None]], Callable[[], None]]]:
+    steps: Iterable[_Step], ask: Callable[[_Step], _Asked], overlap: bool
+) -> Iterator[tuple[_Step, Callable[[], _Asked], Callable[[], None]]]:
     """(step, take, look_ahead) for each step: `take` gives what `ask` sent for it, and `look_ahead`, called when that
     has arrived, asks for the next step's if `overlap` says so; else `take` asks first."""
     all_steps = list(steps)
-    asked: dict[int, list[_Arriving | None]] = {}
+    asked: dict[int, _Asked] = {}
 
     for i, step in enumerate(all_steps):
 
-        def take(i: int = i) -> list[_Arriving | None]:
+        def take(i: int = i) -> _Asked:
             return asked.pop(i) if i in asked else ask(all_steps[i])
 
         def look_ahead(i: int = i) -> None:
@@ -263,8 +295,13 @@ def _zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
         pieces[rank, :, :, j] = 0
 
 
-def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """(result, each stage's lse); the result is `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection."""
+def _forward(
+    call: Call, x: Tensor | None, sinks: Tensor | None, kept_heads: list[Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """(result, each stage's lse); the result is `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection.
+
+    Adds what stages receive to `kept_heads`.
+    """
     sources = call.sources
     result: Tensor | None = None
     lses = []
@@ -272,15 +309,15 @@ def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor
     shape = sources.q.shape_of(x)
     y_dtype = call.mode.y_sum_dtype(call.dtype, len(call.schedule.stages))
 
-    def ask(stage: Stage) -> list[_Arriving | None]:
-        return [_ask_kv(call, x, stage), call.start(_Part(sources.q, x, stage.q))]
+    def ask(stage: Stage) -> tuple[_Arriving | None, _Arriving]:
+        return _ask_kv(call.start, sources, x, stage), call.start(_Part(sources.q, x, stage.q))
 
     for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
         kv, q = take()
         if kv is not None:
-            kh, vh = kv.heads()
-        assert kh is not None and vh is not None and q is not None
-        (qh,) = q.heads()
+            kh, vh = kv.heads(kept_heads)
+        assert kh is not None and vh is not None
+        (qh,) = q.heads(kept_heads)
         look_ahead()
         o, lse = call.attend(stage, qh, kh, vh, sinks)
         del qh
@@ -306,6 +343,29 @@ def _forward(call: Call, x: Tensor | None, sinks: Tensor | None) -> tuple[Tensor
 
 
 @dataclass
+class _KeptResult:
+    """What forward kept: out `[B, L, H, Dv]`, each stage's lse, and what stages received, which is given away."""
+
+    out: Tensor
+    lses: list[Tensor]
+    heads: deque[Tensor]
+
+    @classmethod
+    def of(cls, call: Call, kept: list[Tensor]) -> _KeptResult:
+        """From the result of :func:`run_forward` and what it keeps besides, which is emptied."""
+        first_heads = 1 + len(call.schedule.stages)
+        out = kept[0].unflatten(2, (call.schedule.heads, -1))
+        result = cls(out, kept[1:first_heads], deque(kept[first_heads:]))
+        kept.clear()
+        return result
+
+    def take(self, *parts: _Part) -> _Kept:
+        """The parts' heads."""
+        groups = _together(*parts)
+        return _Kept([self.heads.popleft() for _ in groups], [_widths(group) for group in groups])
+
+
+@dataclass
 class _Gradients:
     """What backward accumulates."""
 
@@ -322,32 +382,34 @@ def _backward(
     grad: Tensor,
     x: Tensor | None,
     sinks: Tensor | None,
-    kept: tuple[Tensor, list[Tensor]] | None,
+    kept: _KeptResult | None,
     grads: _Gradients,
 ) -> None:
     """Adds to `grads`; its dx becomes `[B * L, E]`.
 
-    `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `kept` is what forward
-    gave (out `[B, L, H, Dv]` and lse), or None where a stage's attention is run again.
+    `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `kept` is None where a
+    stage's attention is run again.
     """
     sources = call.sources
     kh = vh = None
     dk: Sum | ScaledSum | None = None
     dv: Sum | ScaledSum | None = None
-    lses = iter(kept[1] if kept else [])
+    lses = iter(kept.lses if kept else [])
 
-    def ask(stage: Stage) -> list[_Arriving | None]:
-        parts = [_Part(sources.q, x, stage.q), _dout_part(sources, grad, stage)]
+    def ask(stage: Stage) -> tuple[_Arriving | _Kept | None, list[_Arriving | _Kept]]:
+        q, back = _Part(sources.q, x, stage.q), [_dout_part(sources, grad, stage)]
         if kept is not None:
-            parts.append(_Part(GivenHeads(kept[0]), None, stage.q))
-        return [_ask_kv(call, x, stage), call.start(*parts)]
+            back.append(_Part(GivenHeads(kept.out), None, stage.q))
+        if kept is not None and call.mode.keeps_heads:
+            return _ask_kv(kept.take, sources, x, stage), [kept.take(q), call.start(*back)]
+        return _ask_kv(call.start, sources, x, stage), [call.start(q, *back)]
 
     for stage, take, look_ahead in _ahead(call.schedule.stages, ask, call.mode.overlap):
         kv, of_queries = take()
         if kv is not None:
             kh, vh = kv.heads()
-        assert kh is not None and vh is not None and of_queries is not None
-        qh, doh, *out_heads = of_queries.heads()
+        assert kh is not None and vh is not None
+        qh, doh, *out_heads = (heads for there in of_queries for heads in there.heads())
         look_ahead()
         if kept is None:
             oh, lse = call.attend(stage, qh, kh, vh, sinks)
@@ -415,10 +477,10 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
     steps = [(stage, slice(first, first + size)) for stage in call.schedule.stages for first in range(0, L, size)]
     of_output = Sum()
 
-    def ask(step: tuple[Stage, slice]) -> list[_Arriving | None]:
+    def ask(step: tuple[Stage, slice]) -> tuple[_Arriving | None, _Arriving]:
         stage, rows = step
         of_queries = _Part(projection.at_rows(rows), x[:, rows], stage.q), _dout_part(sources, grad[:, rows], stage)
-        return [_ask_kv(call, x, stage) if rows.start == 0 else None, call.start(*of_queries)]
+        return _ask_kv(call.start, sources, x, stage) if rows.start == 0 else None, call.start(*of_queries)
 
     for (stage, rows), take, look_ahead in _ahead(steps, ask, call.mode.overlap):
         kv, of_queries = take()
@@ -427,7 +489,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, x: Tensor, sinks: Tensor | Non
             kv_dtype = call.mode.kv_sum_dtype(call.dtype)
             dk, dv = (t.new_zeros(t.shape, dtype=kv_dtype) for t in (_by_row(kh), _by_row(vh)))
             dk, dv = (t.permute(1, 2, 0, 3) for t in (dk, dv))
-        assert kh is not None and vh is not None and dk is not None and dv is not None and of_queries is not None
+        assert kh is not None and vh is not None and dk is not None and dv is not None
         pieces = of_queries.pieces()
         look_ahead()
         n = stage.q.per_rank
@@ -492,6 +554,7 @@ def _piece_backward(
     end = start + q.shape[2] if spec.causal else S
     seen_k, seen_v = (_paired(t[:, :, :end], pairing) for t in (k, v))
     out, lse = kernel.forward_block(q, seen_k, seen_v, spec, start)
+    del seen_k, seen_v
     if sinks is not None:
         out, lse = _with_sinks(out, lse, sinks[list(call.heads_here(stage))])
         if grads.sinks is not None:
@@ -514,11 +577,11 @@ def _piece_backward(
     return dq, out
 
 
-def _ask_kv(call: Call, x: Tensor | None, stage: Stage) -> _Arriving | None:
-    """Send the stage's K and V, unless those of the stage before serve it."""
+def _ask_kv(ask: Callable[..., _Asked], sources: Sources, x: Tensor | None, stage: Stage) -> _Asked | None:
+    """Ask for the stage's K and V, unless those of the stage before serve it."""
     if not stage.opens_kv:
         return None
-    return call.start(_Part(call.sources.k, x, stage.kv), _Part(call.sources.v, x, stage.kv))
+    return ask(_Part(sources.k, x, stage.kv), _Part(sources.v, x, stage.kv))
 
 
 def _dout_part(sources: Sources, grad: Tensor, stage: Stage) -> _Part:
@@ -568,28 +631,46 @@ def _add_sink_gradient(
 def run_forward(
     call: Call, x: Tensor | None, sinks: Tensor | None, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """(result, lse of each stage where the mode keeps it).
+    """(result, what backward needs besides where the mode keeps it: each stage's lse, and received heads).
 
-    The result is `[B, L, H * Dv]`, or `[B, L, Y]` after the output projection.
+    The result is `[B, L, H * Dv]`, or `[B, L, Y]` after the output projection. See :func:`kept_like` for the shapes.
     """
+    heads: list[Tensor] | None = [] if call.mode.keeps_heads else None
     with torch.autocast(_device_type(tensors), enabled=False):
-        result, lses = _forward(call.with_tensors(tensors), _all_rows(call, x), sinks)
+        result, lses = _forward(call.with_tensors(tensors), _all_rows(call, x), sinks, heads)
     if call.sources.output is None:
         result = result.flatten(2, 3)
-    return result, lses if call.mode.memory == "keep" else []
+    return result, [*lses, *(heads or [])] if call.mode.keeps_output else []
+
+
+def kept_like(call: Call, like: Tensor, rows: tuple[int, int]) -> list[Tensor]:
+    """Empty tensors like those that :func:`run_forward` keeps besides its result, for B and L `rows`.
+
+    `call` has its tensors; `like` is on their device.
+    """
+    (B, L), sources, stages = rows, call.sources, call.schedule.stages
+    S = L * call.schedule.ranks
+    lses, heads = [], []
+    for stage in stages:
+        q = like.new_empty(B, stage.q.per_rank, S, sources.q.head_dim, dtype=call.dtype)
+        lses.append(lse_like(call.kernel, q))
+        exchanges = [*(_ask_kv(_together, sources, None, stage) or []), [_Part(sources.q, None, stage.q)]]
+        for parts in exchanges:
+            heads.append(like.new_empty(S, B, sum(_widths(parts)), parts[0].source.head_dim, dtype=call.dtype))
+    return [*(lses if call.mode.keeps_output else []), *(heads if call.mode.keeps_heads else [])]
 
 
 def run_backward(
     call: Call,
     grad: Tensor,
     inputs: tuple[Tensor | None, Tensor | None, Sequence[Tensor | None]],
-    kept: Sequence[Tensor],
+    kept: list[Tensor],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of x, sinks and each of the tensors, where `wanted` (in that order) says so.
 
-    `inputs` are x, sinks and the tensors of :func:`run_forward`; `kept` its result and lses where the mode keeps
-    them, else nothing.
+    `inputs` are x, sinks and the tensors of :func:`run_forward`; `kept` its result and what else it keeps, or nothing
+    where the mode keeps nothing. It is emptied, so that heads are freed stage by stage.
     """
     x, sinks, tensors = inputs
     call = call.with_tensors(tensors)
@@ -615,8 +696,7 @@ def run_backward(
             _backward_in_blocks(call, grad.to(call.dtype), x_cast, sinks, grads)
         else:
             of_heads = grad.to(call.dtype) if sources.output is not None else grad.unflatten(2, heads)
-            kept_out = (kept[0].unflatten(2, heads), list(kept[1:])) if kept else None
-            _backward(call, of_heads, x_cast, sinks, kept_out, grads)
+            _backward(call, of_heads, x_cast, sinks, _KeptResult.of(call, kept) if kept else None, grads)
     dx = None
     if x is not None and grads.dx is not None:
         dx = reduce_scatter_rows(grads.dx.to(x.dtype).view(x.shape[0], -1, x.shape[2]), call.x_group)

@@ -6,6 +6,8 @@ A kernel is an object (see ``base.Kernel``) with ``forward(q, k, v, spec) -> out
 
 from __future__ import annotations
 
+import functools
+
 from upipe_integrations.kernels.base import AttentionSpec, Dropout, Kernel, KernelRequest
 from upipe_integrations.kernels.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
 from upipe_integrations.kernels.function import FunctionKernel
@@ -45,6 +47,8 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER_OF_PRE
 """Kernels by the name a user sets; ``auto`` takes the first that serves the request."""
 
 
+# Asking every kernel looks for packages on disk: once for a request, not in every layer of every forward.
+@functools.lru_cache(maxsize=64)
 def select_kernel(name: str, request: KernelRequest) -> Kernel:
     """The kernel called `name`, or for ``"auto"`` the first of ``KERNELS`` that serves `request`.
 
