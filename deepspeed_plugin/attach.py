@@ -17,7 +17,7 @@ from deepspeed_plugin.families import AttentionFacts, attention_facts, find_atte
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
+from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
@@ -128,7 +128,7 @@ def _name_of(function: Any) -> str:
 
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
-    request = KernelRequest(device, dtype, fact.head_dim, spec=fact.spec(), sinks=fact.family.sinks is not None)
+    request = fact.kernel_request(device, dtype, fact.spec())
     kernel = select_kernel(config.kernel, request)
     if config.mode.blocks > 1:
         reason = block_refusal(kernel, request.spec)

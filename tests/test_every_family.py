@@ -81,8 +81,9 @@ def outcomes() -> dict[str, Outcome]:
             try:
                 attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
             except ValueError as error:
-                assert memory != "keep" and "Set upipe.memory to 'recompute'" in str(error), (family, error)
-                modes = "`keep`, `recompute`"
+                remedy = re.search(r"Set upipe.memory to '(fused|recompute)'", str(error))
+                assert memory != "keep" and remedy, (family, error)
+                modes = "`keep`, `recompute`" + (", `fused`" if remedy[1] == "fused" else "")
                 continue
             for lengths, right in zip(PACKINGS, wanted, strict=True):
                 positions = torch.cat([torch.arange(n) for n in lengths])[None]

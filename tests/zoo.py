@@ -30,8 +30,11 @@ _SMALL: dict[str, Any] = {
     "max_window_layers": 1,
     "query_pre_attn_scalar": 12,
     "attn_logit_softcapping": 3.0,
+    # Latent attention: every size another.
+    **{"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": HEAD_DIM, "v_head_dim": 12},
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(
         ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout"), 0.0
@@ -49,7 +52,7 @@ _ALSO: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": KV_HEADS}},
-    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_shared_experts": 1},
     **{family: {"num_key_value_heads": HEADS} for family in ("dots3_note", "dots3_note_text")},
     **{family: {"num_kv_shared_layers": 0} for family in ("gemma3n", "gemma3n_text")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -94,6 +97,8 @@ def tiny_config(family: str) -> Any:
         settings["layer_types"] = both
     elif "layer_types" in there:
         settings["layer_types"] = None
+    if "kv_lora_rank" in there:
+        settings["num_key_value_heads"] = HEADS
     # The plain implementation is there for every family, and knows softcaps and sinks.
     settings |= {"attn_implementation": "eager", "experts_implementation": "eager", **_ALSO.get(family, {})}
     return config_class(**settings)

@@ -272,10 +272,9 @@ class Projection:
 
     def heads_of(self, parameter: Tensor) -> Tensor:
         """View of a weight or bias `[places, rows of a head, ...]`."""
-        if self.block is None:
-            return parameter.unflatten(0, (-1, self.head_dim))
-        blocks = parameter.unflatten(0, (-1, self.block.size))
-        return blocks.narrow(1, self.block.rows.start, len(self.block.rows))
+        size = self.head_dim if self.block is None else self.block.size
+        blocks: Tensor = parameter.unflatten(0, (-1, size))
+        return blocks if self.block is None else blocks.narrow(1, self.block.rows.start, len(self.block.rows))
 
     def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
         """`[B, L, E]` -> `[B, L, heads, projected size]`."""
