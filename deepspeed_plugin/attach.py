@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
-from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
+from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
+from deepspeed_plugin.vision import attend_locally, registered_ulysses
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
@@ -33,10 +34,17 @@ class Attachment:
         layers: names of the attention modules that were replaced.
     """
 
-    def __init__(self, summary: str, layers: dict[str, nn.Module], guards: list[RemovableHandle]) -> None:
+    def __init__(
+        self,
+        summary: str,
+        layers: dict[str, nn.Module],
+        guards: Sequence[RemovableHandle] = (),
+        vision: Sequence[nn.Module] = (),
+    ) -> None:
         self.summary = summary
         self._layers = layers
         self._guards = guards
+        self._vision = vision
 
     @property
     def layers(self) -> list[str]:
@@ -48,7 +56,9 @@ class Attachment:
         for module in self._layers.values():
             del module.forward
             delattr(module, CHILD)
-        self._layers = {}
+        for module in self._vision:
+            del module.forward
+        self._layers, self._vision = {}, ()
         for guard in self._guards:
             guard.remove()
 
@@ -85,7 +95,9 @@ def attach(
     }
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
-    settings = LayerSettings(config, group, _disabled_in_eval(layers))
+    # Accelerate and the Trainer always register Ulysses so.
+    disabled_in_eval = bool(getattr(registered_ulysses(next(iter(layers.values()))), "disable_in_eval", False))
+    settings = LayerSettings(config, group, disabled_in_eval)
 
     for name, module in layers.items():
         child = StagedAttention(module, facts[name], schedules[name], settings)
@@ -93,13 +105,15 @@ def attach(
             _register_external(child)
         module.add_module(CHILD, child)
         module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
-    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings), with_kwargs=True)]
+    guard = ShardGuard(entry, settings, mrope=any(fact.family.mrope for fact in facts.values()))
+    guards = [entry.register_forward_pre_hook(guard, with_kwargs=True)]
     guards += [
         module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True)
         for module in _modules_around(model, layers)
         if "labels" in inspect.signature(module.forward).parameters
     ]
-    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards)
+    vision = [module for module in model.modules() if is_vision(module) and attend_locally(module)]
+    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards, vision)
 
 
 def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
@@ -119,7 +133,7 @@ def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> At
         f"the model's own local attention ({local}); queries, keys and values come projected, so what a stage saves is "
         "their exchange and the attention itself"
     )
-    return Attachment(summary, modules, [])
+    return Attachment(summary, modules)
 
 
 def _name_of(function: Any) -> str:
@@ -168,18 +182,6 @@ def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
         f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
         "positions of the shards can't be checked. Use a Transformers model, or remove the 'upipe' key."
     )
-
-
-def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:
-    """Whether Ulysses was registered with ``disable_in_eval`` (Accelerate and the Trainer always do)."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config: Any = next(iter(layers.values())).config
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if not inspect.isfunction(function):
-        return False
-    registered = inspect.getclosurevars(function).nonlocals.get("uattn")
-    return bool(getattr(registered, "disable_in_eval", False))
 
 
 def _summary(

@@ -61,6 +61,7 @@ class Family:
         rotates: whether the layer has a rotary embedding.
         rotated: the leading part of a head that is rotated, where the class cuts it out itself.
         half_tables: whether the model's rotary tables have half of the rotated size.
+        mrope: whether positions may have three components per token, after plain ones: `[4, B, L]`.
         query_factor: ``query_factor(module, position_ids)``, a factor on each row's queries `[B, L, 1]`; None is none.
         softcap: the cap of the scores.
         sinks: the parameter with a sink per head.
@@ -81,6 +82,7 @@ class Family:
     rotates: Callable[[Any], bool] = _always
     rotated: str | None = None
     half_tables: bool = False
+    mrope: bool = False
     query_factor: Callable[[Any, Tensor], Tensor] | None = None
     softcap: str | None = None
     sinks: str | None = None
@@ -126,6 +128,7 @@ _GRANITE_SWA = Family(
     sinks="sinks",
     rotates=lambda module: bool(module.config.layer_rope_theta[module.layer_idx]),
 )
+_MROPE = Family(window=_module_window, mrope=True)
 _PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
 _GROUPED = {"fused": "query_key_value", "grouped": True, "output": "dense"}
 _LATENT = Family(latent=Latent(), head_dim="qk_head_dim")
@@ -206,8 +209,12 @@ _FAMILIES: dict[str, Family] = {
     "phimoe.PhimoeAttention": _CONFIG_WINDOW,
     "qwen2.Qwen2Attention": _MODULE_WINDOW,
     "qwen2_moe.Qwen2MoeAttention": _MODULE_WINDOW,
+    "qwen2_5_vl.Qwen2_5_VLAttention": _MROPE,
+    "qwen2_vl.Qwen2VLAttention": _MROPE,
     "qwen3.Qwen3Attention": _MODULE_WINDOW,
     "qwen3_moe.Qwen3MoeAttention": _MODULE_WINDOW,
+    "qwen3_vl.Qwen3VLTextAttention": _MROPE,
+    "qwen3_vl_moe.Qwen3VLMoeTextAttention": _MROPE,
     "seed_oss.SeedOssAttention": Family(output_dropout="residual_dropout"),
     "smollm3.SmolLM3Attention": Family(window=_module_window, rotates=lambda module: bool(module.use_rope)),
     "solar_open.SolarOpenAttention": _PLAIN,
@@ -216,10 +223,27 @@ _FAMILIES: dict[str, Family] = {
     "vaultgemma.VaultGemmaAttention": Family(window=_module_window, softcap="attn_logit_softcapping"),
     "youtu.YoutuAttention": _LATENT,
 }
-SERVED = {
-    "transformers.models.{0}.modeling_{0}.{1}".format(*name.split(".")): family for name, family in _FAMILIES.items()
-}
+# Attention of vision towers: every rank runs them on whole images, so they stay as they are.
+_VISION = (
+    "clip.CLIPAttention",
+    "internvl.InternVLVisionAttention",
+    "pixtral.PixtralAttention",
+    "qwen2_5_vl.Qwen2_5_VLVisionAttention",
+    "qwen2_vl.VisionAttention",
+    "qwen3_vl.Qwen3VLVisionAttention",
+    "qwen3_vl_moe.Qwen3VLMoeVisionAttention",
+)
+
+
+def _full_name(name: str) -> str:
+    module, name = name.split(".")
+    return f"transformers.models.{module}.modeling_{module}.{name}"
+
+
+SERVED = {_full_name(name): family for name, family in _FAMILIES.items()}
 """The served attention classes by their full name."""
+VISION = {_full_name(name) for name in _VISION}
+"""Attention classes that are left alone, likewise."""
 
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
@@ -283,7 +307,16 @@ class AttentionFacts:
 
 def family_of(module: nn.Module) -> Family | None:
     """How the class of `module` computes; None when it isn't served."""
-    return SERVED.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    return SERVED.get(_class_name(module))
+
+
+def is_vision(module: nn.Module) -> bool:
+    """Whether `module` is attention of a vision tower, which is left alone."""
+    return _class_name(module) in VISION
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
@@ -297,7 +330,7 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if family_of(module) is not None:
             found[name] = module
-        elif _looks_like_attention(module):
+        elif _looks_like_attention(module) and not is_vision(module):
             others.setdefault(_why_not(module), set()).add(type(module).__name__)
     reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(others.items())]
     kinds = _strange_layers(model, found)
@@ -316,6 +349,8 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
 def _strange_layers(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
     """Kinds of layers that the model's configuration names and that are not causal attention."""
     config: Any = getattr(model, "config", None) or getattr(next(iter(found.values()), None), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
     return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
@@ -443,10 +478,10 @@ def check_projections(where: str, module: nn.Module, family: Family, mode: Mode)
     """
     for projection in family.projections(module, mode):
         layer = getattr(module, projection)
-        if type(layer) is not nn.Linear and f"{type(layer).__module__}.{type(layer).__qualname__}" not in _LINEAR_TOO:
+        if type(layer) is not nn.Linear and _class_name(layer) not in _LINEAR_TOO:
             other = ", or set upipe.memory to 'recompute'" if projection == family.output else ""
             raise ValueError(
-                f"upipe: {where}.{projection} is a {type(layer).__module__}.{type(layer).__qualname__}, not a plain "
+                f"upipe: {where}.{projection} is a {_class_name(layer)}, not a plain "
                 "torch.nn.Linear: adapters and quantised projections are not supported yet. Merge the "
                 f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
             )

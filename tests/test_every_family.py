@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.models import make_batch, worst
 from tests.ranks import run_ranks
 from tests.test_families import attached, sharded
-from tests.zoo import FAMILIES, LAYERS, VOCABULARY, tiny_model
+from tests.zoo import FAMILIES, LAYERS, VISION_LANGUAGE, VOCABULARY, tiny_model
 
 # Lengths of packed documents: one, and three of which the second lies across the shards.
 PACKINGS = ((16,), (3, 8, 5))
@@ -63,7 +63,7 @@ def outcomes() -> dict[str, Outcome]:
     logging.set_verbosity_error()
     batch = make_batch(seq=16, vocab=VOCABULARY)
     results = {}
-    for family in FAMILIES:
+    for family in (*FAMILIES, *VISION_LANGUAGE):
         try:
             with torch.device("meta"):
                 skeleton = tiny_model(family)
