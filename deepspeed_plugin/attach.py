@@ -198,6 +198,9 @@ def _summary(
     theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
+    counted = (
+        "" if fact.value_dim == fact.head_dim else f" (value heads of {fact.value_dim} counted as {fact.head_dim})"
+    )
     other_method = "Ulysses" if schedule.ranks > 1 else "plain attention"
     return (
         f"UPipe: {len(facts)} attention layers replaced ({names}), {fact.heads} query and {fact.kv_heads} KV heads "
@@ -205,5 +208,5 @@ def _summary(
         f"{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}, memory {config.memory}; "
         "expected attention peak per rank in training, at 1M tokens of batch 1 in "
         f"{str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB against {theirs.training:.2f} GiB with "
-        f"{other_method} ({ours.training / theirs.training - 1:+.0%})"
+        f"{other_method} ({ours.training / theirs.training - 1:+.0%}){counted}"
     )

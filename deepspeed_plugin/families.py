@@ -53,6 +53,7 @@ class Family:
         grouped: whether those rows go by KV head: the queries that attend it, its k, its v.
         latent: how the heads of latent attention are made, where they are; its layers have names of their own.
         head_dim: the size of query and key heads, and `scale` the factor on the scores.
+        value_dim: the size of value heads where it is another, and `value_factor` what values are multiplied by.
         output: the output projection.
         norms: modules applied to each query and key head; those that are absent or None are no norms.
         norm_after_rotary: whether norms come after the rotary embedding.
@@ -64,7 +65,7 @@ class Family:
         mrope: whether positions may have three components per token, after plain ones: `[4, B, L]`.
         query_factor: ``query_factor(module, position_ids)``, a factor on each row's queries `[B, L, 1]`; None is none.
         softcap: the cap of the scores.
-        sinks: the parameter with a sink per head.
+        sinks: the parameter with a sink per head; None in layers without.
         output_dropout: rate of a dropout after the output projection.
         gate: ``gate(module, x, attended)``, what becomes of the attended heads before the output projection.
     """
@@ -73,6 +74,8 @@ class Family:
     grouped: bool = False
     latent: Latent | None = None
     head_dim: str = "head_dim"
+    value_dim: str | None = None
+    value_factor: str | None = None
     scale: str = "scaling"
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -131,7 +134,8 @@ _GRANITE_SWA = Family(
 _MROPE = Family(window=_module_window, mrope=True)
 _PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
 _GROUPED = {"fused": "query_key_value", "grouped": True, "output": "dense"}
-_LATENT = Family(latent=Latent(), head_dim="qk_head_dim")
+_LATENT_SIZES = {"head_dim": "qk_head_dim", "value_dim": "v_head_dim"}
+_LATENT = Family(latent=Latent(), **_LATENT_SIZES)
 
 _FAMILIES: dict[str, Family] = {
     "afmoe.AfmoeAttention": Family(
@@ -152,7 +156,7 @@ _FAMILIES: dict[str, Family] = {
     ),
     "cwm.CwmAttention": _MODULE_WINDOW,
     "deepseek_v2.DeepseekV2Attention": Family(
-        latent=Latent(rotary=lambda config: "apply_rotary_emb", complex_tables=True), head_dim="qk_head_dim"
+        latent=Latent(rotary=lambda config: "apply_rotary_emb", complex_tables=True), **_LATENT_SIZES
     ),
     "deepseek_v3.DeepseekV3Attention": _LATENT,
     "dots1.Dots1Attention": _MODULE_WINDOW,
@@ -188,10 +192,17 @@ _FAMILIES: dict[str, Family] = {
     "kolibri1.Kolibri1Attention": _EXAONE,
     "laguna.LagunaAttention": Family(window=_module_window, gate=_softplus_gate),
     "llama.LlamaAttention": _PLAIN,
-    "mellum.MellumAttention": _MODULE_WINDOW,
-    "minicpm3.MiniCPM3Attention": Family(
-        latent=Latent(rotary=lambda config: "apply_rotary_pos_emb"), head_dim="qk_head_dim"
+    "longcat_flash.LongcatFlashMLA": Family(
+        latent=Latent(
+            rotary=lambda config: "apply_rotary_pos_emb_interleave", factors=("mla_scale_q_lora", "mla_scale_kv_lora")
+        ),
+        **_LATENT_SIZES,
     ),
+    "mellum.MellumAttention": _MODULE_WINDOW,
+    "mimo_v2_flash.MiMoV2FlashAttention": Family(
+        window=_module_window, sinks="sinks", value_dim="v_head_dim", value_factor="v_scale"
+    ),
+    "minicpm3.MiniCPM3Attention": Family(latent=Latent(rotary=lambda config: "apply_rotary_pos_emb"), **_LATENT_SIZES),
     "minimax_m2.MiniMaxM2Attention": _WHOLE_NORMS,
     "ministral.MinistralAttention": _MODULE_WINDOW,
     "ministral3.Ministral3Attention": Family(window=_config_window, query_factor=_growing_with_length),
@@ -262,6 +273,7 @@ class AttentionFacts:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool
     rotates: bool
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     """The module's own rotary of `[B, L, heads, D]` with the model's tables; None when it is ``RotateHalf``."""
@@ -272,7 +284,7 @@ class AttentionFacts:
 
     def kernel_request(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> KernelRequest:
         """What the layer's kernel must serve."""
-        return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.family.sinks is not None)
+        return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks)
 
     def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None, tuple[int, ...] | None]]:
         """Weight and bias of q, k and v, and where their heads are in them (``Projection.places``)."""
@@ -376,8 +388,8 @@ def _why_not(module: nn.Module) -> str:
         return "latent attention (MLA) that no test compares with its unpatched model"
     if {"alibi", "position_bias"} & inspect.signature(module.forward).parameters.keys():
         return "its scores have a bias by position"
-    if any(hasattr(module, a) for a in ("query_key_value", "c_attn", "qkv_proj")):
-        return "a fused projection"
+    if type(getattr(module, "c_attn", None)).__name__ == "Conv1D":
+        return "its weights are transposed (Conv1D)"
     return "no test compares it with its unpatched model"
 
 
@@ -393,7 +405,7 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     any_module: Any = module
     config = any_module.config
     head_dim: int = getattr(module, family.head_dim)
-    value_dim: int = head_dim if family.latent is None else any_module.v_head_dim
+    value_dim: int = getattr(module, family.value_dim) if family.value_dim else head_dim
     check_projections(where, module, family, mode)
     for key in ("attention_dropout", "attn_dropout"):
         rate = getattr(module, key, getattr(config, key, 0.0))
@@ -439,6 +451,7 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         scale=getattr(module, family.scale),
         window=int(window) if window else None,
         softcap=None if family.softcap is None else getattr(module, family.softcap),
+        sinks=family.sinks is not None and getattr(module, family.sinks) is not None,
         rotates=rotates,
         rotary=_own_rotary(module, family, head_dim, device) if rotates else None,
     )
@@ -498,7 +511,7 @@ def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.
         inner = getattr(module, name, None)
         if inner is not None:
             yield from inner.parameters(recurse=False)
-    if family.sinks is not None:
+    if family.sinks is not None and getattr(module, family.sinks) is not None:
         yield getattr(module, family.sinks)
 
 

@@ -34,10 +34,12 @@ class Latent:
     Args:
         rotary: the name of the rotary function in the class's modelling file, from the model's configuration.
         complex_tables: see :class:`~deepspeed_plugin.rotary.ModuleRotary`.
+        factors: the module's factors on queries and on the latents of keys and values; None is none.
     """
 
     rotary: Callable[[Any], str] = _by_config
     complex_tables: bool = False
+    factors: tuple[str, str] | None = None
 
     def rotary_of(self, module: Any) -> ModuleRotary:
         """The rotary of the trailing part of a query head, and of what key heads share."""
@@ -51,12 +53,12 @@ def latent_inputs(module: Any) -> tuple[str, str]:
 
 
 def latent_projections(
-    module: Any, x: Tensor, rotary: ModuleRotary, tables: tuple[Tensor, Tensor]
+    module: Any, latent: Latent, x: Tensor, rotary: ModuleRotary, tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, AttentionProjections]:
     """What the engine projects heads from, `[B, L, Q + R]` (E + R where queries are not compressed), and how.
 
     Args:
-        module: the attention module.
+        module: the attention module, and `latent` how it differs.
         x: `[B, L, E]`, its input.
         rotary: from :meth:`Latent.rotary_of`.
         tables: its tables of this rank's rows.
@@ -65,6 +67,8 @@ def latent_projections(
     of_kv, shared = module.kv_a_proj_with_mqa(x).split([module.kv_lora_rank, shared_size], -1)
     of_kv = module.kv_a_layernorm(of_kv)
     of_q = x if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(x))
+    if latent.factors is not None:
+        of_q, of_kv = (t * getattr(module, name) for t, name in zip((of_q, of_kv), latent.factors, strict=True))
     width = of_q.shape[2]
     q, kv = (getattr(module, name) for name in latent_inputs(module))
 

@@ -114,7 +114,7 @@ class StagedAttention(nn.Module):
         if family.latent is None:
             x, projections = hidden_states, self._projections(hidden_states, tables, query_factor)
         else:
-            x, projections = latent_projections(attention, hidden_states, facts.rotary, tables)
+            x, projections = latent_projections(attention, family.latent, hidden_states, facts.rotary, tables)
         output: Any = getattr(attention, family.output)
         return upipe_attention(
             x,
@@ -136,8 +136,12 @@ class StagedAttention(nn.Module):
         return AttentionProjections(
             self._projection(x, *q, norms[0], _scaled_tables(tables, query_factor)),
             self._projection(x, *k, norms[1], tables),
-            Projection(v[0], facts.head_dim, v[1], places=v[2]),
+            Projection(v[0], facts.value_dim, v[1], self._value_function(), places=v[2]),
         )
+
+    def _value_function(self) -> HeadFunction | None:
+        name = self.facts.family.value_factor
+        return None if name is None else HeadFunction(_Times(getattr(self._attention[0], name)))
 
     def _projection(
         self,
@@ -162,6 +166,14 @@ class StagedAttention(nn.Module):
         steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
         function = _composed([step for step in steps if step is not None])
         return Projection(weight, facts.head_dim, bias, function, places=places)
+
+
+@dataclass(frozen=True)
+class _Times:
+    factor: float
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return heads * self.factor
 
 
 def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:

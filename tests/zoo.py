@@ -69,6 +69,7 @@ _ALSO: dict[str, dict[str, Any]] = {
     **{family: {"layer_rope_theta": [1e4, 0.0]} for family in ("granite_swa", "granitemoe_swa")},
     "hunyuan_v1_moe": {"moe_topk": 2},  # with 1 the gradient of the gate is nothing but rounding
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"num_layers": 1, "qk_head_dim": 10 + HEAD_DIM, "moe_topk": 2},  # a layer has two
     "mamba2": {"num_heads": 16},
     # Positions beyond the original length, where the factor on queries is not 1.
     "ministral3": {

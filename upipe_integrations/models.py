@@ -160,6 +160,11 @@ def _from_config(config: Any, where: str) -> Model:
                 f"{where}: {field} = {config[field]}: mixtures of experts can't be planned, as what their MLP takes "
                 "depends on how tokens are routed. Plan the dense model of the same attention instead."
             )
+    if config.get("kv_lora_rank"):
+        raise ValueError(
+            f"{where}: kv_lora_rank = {config['kv_lora_rank']}: latent attention can't be planned, as its key and "
+            "value heads differ in size. Plan a model of as many heads and their larger size: it takes more."
+        )
     sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _FIELDS.items()}
     if sizes["kv_heads"] is None:
         sizes["kv_heads"] = sizes["heads"]
