@@ -15,7 +15,7 @@ from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
 from deepspeed_plugin.group import SequenceGroup
-from deepspeed_plugin.guard import LabelGuard, ShardGuard
+from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
 from deepspeed_plugin.vision import attend_locally, registered_ulysses
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
@@ -105,13 +105,14 @@ def attach(
             _register_external(child)
         module.add_module(CHILD, child)
         module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
-    guard = ShardGuard(entry, settings, mrope=any(fact.family.mrope for fact in facts.values()))
-    guards = [entry.register_forward_pre_hook(guard, with_kwargs=True)]
-    guards += [
-        module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True)
-        for module in _modules_around(model, layers)
-        if "labels" in inspect.signature(module.forward).parameters
-    ]
+    mrope = any(fact.family.mrope for fact in facts.values())
+    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings, mrope=mrope), with_kwargs=True)]
+    for module in _modules_around(model, layers):
+        takes = inspect.signature(module.forward).parameters
+        if "labels" in takes:
+            guards.append(module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True))
+        if mrope and "pixel_values" in takes:
+            guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
     vision = [module for module in model.modules() if is_vision(module) and attend_locally(module)]
     return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards, vision)
 
@@ -198,9 +199,8 @@ def _summary(
     theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
-    counted = (
-        "" if fact.value_dim == fact.head_dim else f" (value heads of {fact.value_dim} counted as {fact.head_dim})"
-    )
+    one_size = fact.value_dim == fact.head_dim
+    counted = "" if one_size else f" (value heads of {fact.value_dim} counted as {fact.head_dim})"
     other_method = "Ulysses" if schedule.ranks > 1 else "plain attention"
     return (
         f"UPipe: {len(facts)} attention layers replaced ({names}), {fact.heads} query and {fact.kv_heads} KV heads "

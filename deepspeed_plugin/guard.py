@@ -145,6 +145,35 @@ class LabelGuard:
             )
 
 
+_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+
+
+class ImageGuard:
+    """Forward pre-hook of a vision-language model: refuses images beside plain positions.
+
+    Tokens of an image have positions of three components, which the model computes where it is given none. Data loaders
+    for sequence parallelism add plain ones, and the model would take them without a word.
+    """
+
+    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+        self._signature = inspect.signature(module.forward)
+        self._settings = settings
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ValueError when position_ids of one component are given with images."""
+        if self._settings.disabled_in_eval and not module.training:
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        images = [name for name in _IMAGES if given.get(name) is not None]
+        positions = given.get("position_ids")
+        if images and isinstance(positions, Tensor) and positions.dim() == 2:
+            raise ValueError(
+                f"upipe: {type(module).__name__} was called with {images[0]} and position_ids of shape "
+                f"{tuple(positions.shape)}, without the components that tokens of an image have. Before sharding, "
+                "compute them (get_rope_index) and put the plain positions before them: [4, batch, sequence]."
+            )
+
+
 def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int, bool]:
     """This rank's fault, its first position (0 where there is none to read), and whether positions restart."""
     if isinstance(mask, Tensor) and mask.dim() == 2:

@@ -163,6 +163,11 @@ def _in_engines() -> dict[str, object]:
             engine(**three, use_cache=False)
         except ValueError as error:
             results["three"] = str(error)
+        try:
+            plain = {**given, "position_ids": given["position_ids"][0]}
+            engine(**plain, mm_encoder_outputs={"image": outputs}, use_cache=False)
+        except ValueError as error:
+            results["plain"] = str(error)
         engine.upipe.undo()
         results["clean"] = not any("forward" in vars(m) for m in model.modules() if "Attention" in type(m).__name__)
         engine.destroy()
@@ -173,6 +178,7 @@ def test_images_under_alst():
     for results in run_ranks(2, _in_engines):
         assert results["stage 2"] < 2e-5 and results["stage 3"] < 2e-5, results
         assert "a model whose positions have three components" in str(results["three"]).lower()
+        assert "mm_encoder_outputs and position_ids of shape (2, 8), without the components" in str(results["plain"])
         assert results["clean"]
 
 
