@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
-from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
+from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
 from deepspeed_plugin.group import SequenceGroup
-from deepspeed_plugin.guard import LabelGuard, ShardGuard
+from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from upipe_integrations import KernelRequest, Schedule, UPipeConfig, select_kernel
+from deepspeed_plugin.vision import attend_locally, registered_ulysses
+from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
@@ -33,10 +34,17 @@ class Attachment:
         layers: names of the attention modules that were replaced.
     """
 
-    def __init__(self, summary: str, layers: dict[str, nn.Module], guards: list[RemovableHandle]) -> None:
+    def __init__(
+        self,
+        summary: str,
+        layers: dict[str, nn.Module],
+        guards: Sequence[RemovableHandle] = (),
+        vision: Sequence[nn.Module] = (),
+    ) -> None:
         self.summary = summary
         self._layers = layers
         self._guards = guards
+        self._vision = vision
 
     @property
     def layers(self) -> list[str]:
@@ -48,7 +56,9 @@ class Attachment:
         for module in self._layers.values():
             del module.forward
             delattr(module, CHILD)
-        self._layers = {}
+        for module in self._vision:
+            del module.forward
+        self._layers, self._vision = {}, ()
         for guard in self._guards:
             guard.remove()
 
@@ -85,7 +95,9 @@ def attach(
     }
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
-    settings = LayerSettings(config, group, _disabled_in_eval(layers))
+    # Accelerate and the Trainer always register Ulysses so.
+    disabled_in_eval = bool(getattr(registered_ulysses(next(iter(layers.values()))), "disable_in_eval", False))
+    settings = LayerSettings(config, group, disabled_in_eval)
 
     for name, module in layers.items():
         child = StagedAttention(module, facts[name], schedules[name], settings)
@@ -93,13 +105,16 @@ def attach(
             _register_external(child)
         module.add_module(CHILD, child)
         module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
-    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings), with_kwargs=True)]
-    guards += [
-        module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True)
-        for module in _modules_around(model, layers)
-        if "labels" in inspect.signature(module.forward).parameters
-    ]
-    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards)
+    mrope = any(fact.family.mrope for fact in facts.values())
+    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings, mrope=mrope), with_kwargs=True)]
+    for module in _modules_around(model, layers):
+        takes = inspect.signature(module.forward).parameters
+        if "labels" in takes:
+            guards.append(module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True))
+        if mrope and "pixel_values" in takes:
+            guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
+    vision = [module for module in model.modules() if is_vision(module) and attend_locally(module)]
+    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards, vision)
 
 
 def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
@@ -119,7 +134,7 @@ def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> At
         f"the model's own local attention ({local}); queries, keys and values come projected, so what a stage saves is "
         "their exchange and the attention itself"
     )
-    return Attachment(summary, modules, [])
+    return Attachment(summary, modules)
 
 
 def _name_of(function: Any) -> str:
@@ -128,7 +143,7 @@ def _name_of(function: Any) -> str:
 
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
-    request = KernelRequest(device, dtype, fact.head_dim, spec=fact.spec(), sinks=fact.family.sinks is not None)
+    request = fact.kernel_request(device, dtype, fact.spec())
     kernel = select_kernel(config.kernel, request)
     if config.mode.blocks > 1:
         reason = block_refusal(kernel, request.spec)
@@ -170,18 +185,6 @@ def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
     )
 
 
-def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:
-    """Whether Ulysses was registered with ``disable_in_eval`` (Accelerate and the Trainer always do)."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config: Any = next(iter(layers.values())).config
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if not inspect.isfunction(function):
-        return False
-    registered = inspect.getclosurevars(function).nonlocals.get("uattn")
-    return bool(getattr(registered, "disable_in_eval", False))
-
-
 def _summary(
     facts: dict[str, AttentionFacts],
     schedules: dict[str, Schedule],
@@ -196,6 +199,8 @@ def _summary(
     theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
+    one_size = fact.value_dim == fact.head_dim
+    counted = "" if one_size else f" (value heads of {fact.value_dim} counted as {fact.head_dim})"
     other_method = "Ulysses" if schedule.ranks > 1 else "plain attention"
     return (
         f"UPipe: {len(facts)} attention layers replaced ({names}), {fact.heads} query and {fact.kv_heads} KV heads "
@@ -203,5 +208,5 @@ def _summary(
         f"{f' ({others} layers differ)' if others else ''}, kernel {', '.join(kernels)}, memory {config.memory}; "
         "expected attention peak per rank in training, at 1M tokens of batch 1 in "
         f"{str(dtype).removeprefix('torch.')}: {ours.training:.2f} GiB against {theirs.training:.2f} GiB with "
-        f"{other_method} ({ours.training / theirs.training - 1:+.0%})"
+        f"{other_method} ({ours.training / theirs.training - 1:+.0%}){counted}"
     )

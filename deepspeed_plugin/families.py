@@ -7,6 +7,7 @@ docs/families.md lists every family.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upipe_integrations import AttentionSpec, Mode, RotateHalf
+from deepspeed_plugin.latent import Latent, latent_inputs
+from deepspeed_plugin.rotary import ModuleRotary
+from upipe_integrations import AttentionSpec, KernelRequest, Mode, RotateHalf
 
 
 def _always(module: Any) -> bool:
@@ -47,6 +50,10 @@ class Family:
 
     Args:
         fused: one linear layer with the rows of q, then k, then v, in the place of three.
+        grouped: whether those rows go by KV head: the queries that attend it, its k, its v.
+        latent: how the heads of latent attention are made, where they are; its layers have names of their own.
+        head_dim: the size of query and key heads, and `scale` the factor on the scores.
+        value_dim: the size of value heads where it is another, and `value_factor` what values are multiplied by.
         output: the output projection.
         norms: modules applied to each query and key head; those that are absent or None are no norms.
         norm_after_rotary: whether norms come after the rotary embedding.
@@ -55,14 +62,21 @@ class Family:
         rotates: whether the layer has a rotary embedding.
         rotated: the leading part of a head that is rotated, where the class cuts it out itself.
         half_tables: whether the model's rotary tables have half of the rotated size.
+        mrope: whether positions may have three components per token, after plain ones: `[4, B, L]`.
         query_factor: ``query_factor(module, position_ids)``, a factor on each row's queries `[B, L, 1]`; None is none.
         softcap: the cap of the scores.
-        sinks: the parameter with a sink per head.
+        sinks: the parameter with a sink per head; None in layers without.
         output_dropout: rate of a dropout after the output projection.
         gate: ``gate(module, x, attended)``, what becomes of the attended heads before the output projection.
     """
 
     fused: str | None = None
+    grouped: bool = False
+    latent: Latent | None = None
+    head_dim: str = "head_dim"
+    value_dim: str | None = None
+    value_factor: str | None = None
+    scale: str = "scaling"
     output: str = "o_proj"
     norms: tuple[str, str] = ("q_norm", "k_norm")
     norm_after_rotary: bool = False
@@ -71,20 +85,23 @@ class Family:
     rotates: Callable[[Any], bool] = _always
     rotated: str | None = None
     half_tables: bool = False
+    mrope: bool = False
     query_factor: Callable[[Any, Tensor], Tensor] | None = None
     softcap: str | None = None
     sinks: str | None = None
     output_dropout: str | None = None
     gate: Callable[[Any, Tensor, Tensor], Tensor] | None = None
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The linear layers of q, k and v."""
+    def inputs(self, module: nn.Module) -> tuple[str, ...]:
+        """The linear layers that heads of q, k and v are made by."""
+        if self.latent is not None:
+            return latent_inputs(module)
         return ("q_proj", "k_proj", "v_proj") if self.fused is None else (self.fused,)
 
-    def projections(self, mode: Mode) -> tuple[str, ...]:
+    def projections(self, module: nn.Module, mode: Mode) -> tuple[str, ...]:
         """The linear layers whose weights are read directly; the output projection only where `mode` fuses it."""
-        return (*self.inputs, self.output) if mode.fuses_output else self.inputs
+        inputs = self.inputs(module)
+        return (*inputs, self.output) if mode.fuses_output else inputs
 
 
 def _growing_with_length(module: Any, position_ids: Tensor) -> Tensor:
@@ -114,7 +131,11 @@ _GRANITE_SWA = Family(
     sinks="sinks",
     rotates=lambda module: bool(module.config.layer_rope_theta[module.layer_idx]),
 )
+_MROPE = Family(window=_module_window, mrope=True)
 _PARTIAL = {"rotated": "rotary_ndims", "norms": ("q_layernorm", "k_layernorm")}
+_GROUPED = {"fused": "query_key_value", "grouped": True, "output": "dense"}
+_LATENT_SIZES = {"head_dim": "qk_head_dim", "value_dim": "v_head_dim"}
+_LATENT = Family(latent=Latent(), **_LATENT_SIZES)
 
 _FAMILIES: dict[str, Family] = {
     "afmoe.AfmoeAttention": Family(
@@ -126,6 +147,7 @@ _FAMILIES: dict[str, Family] = {
     "apertus1p5.Apertus1p5TextAttention": _PLAIN,
     "arcee.ArceeAttention": _PLAIN,
     "aria.AriaTextAttention": _PLAIN,
+    "axk1.AXK1Attention": _LATENT,
     "bitnet.BitNetAttention": Family(gate=lambda module, x, attended: module.attn_sub_norm(attended)),
     "cohere.CohereAttention": _PLAIN,
     "cohere2.Cohere2Attention": Family(window=_module_window, rotates=lambda module: module.sliding_window is not None),
@@ -133,12 +155,17 @@ _FAMILIES: dict[str, Family] = {
         window=_module_window, rotates=lambda module: module.sliding_window is not None or module.force_rope
     ),
     "cwm.CwmAttention": _MODULE_WINDOW,
+    "deepseek_v2.DeepseekV2Attention": Family(
+        latent=Latent(rotary=lambda config: "apply_rotary_emb", complex_tables=True), **_LATENT_SIZES
+    ),
+    "deepseek_v3.DeepseekV3Attention": _LATENT,
     "dots1.Dots1Attention": _MODULE_WINDOW,
     "emu3.Emu3Attention": _PLAIN,
     "ernie4_5.Ernie4_5Attention": _PLAIN,
     "ernie4_5_moe.Ernie4_5_MoeAttention": _PLAIN,
     "exaone4.Exaone4Attention": _EXAONE,
     "exaone_moe.ExaoneMoeAttention": _EXAONE,
+    "falcon.FalconAttention": Family(scale="inv_norm_factor", **_GROUPED),
     "flex_olmo.FlexOlmoAttention": _WHOLE_NORMS,
     "gemma.GemmaAttention": _PLAIN,
     "gemma2.Gemma2Attention": Family(window=_module_window, softcap="attn_logit_softcapping"),
@@ -146,6 +173,8 @@ _FAMILIES: dict[str, Family] = {
     "glm.GlmAttention": _PLAIN,
     "glm4.Glm4Attention": _PLAIN,
     "glm4_moe.Glm4MoeAttention": _PLAIN,
+    "glm4_moe_lite.Glm4MoeLiteAttention": _LATENT,
+    "gpt_neox.GPTNeoXAttention": Family(head_dim="head_size", **_GROUPED),
     "gpt_oss.GptOssAttention": Family(window=_module_window, sinks="sinks", half_tables=True),
     "granite.GraniteAttention": _PLAIN,
     "granitemoe.GraniteMoeAttention": _PLAIN,
@@ -163,7 +192,17 @@ _FAMILIES: dict[str, Family] = {
     "kolibri1.Kolibri1Attention": _EXAONE,
     "laguna.LagunaAttention": Family(window=_module_window, gate=_softplus_gate),
     "llama.LlamaAttention": _PLAIN,
+    "longcat_flash.LongcatFlashMLA": Family(
+        latent=Latent(
+            rotary=lambda config: "apply_rotary_pos_emb_interleave", factors=("mla_scale_q_lora", "mla_scale_kv_lora")
+        ),
+        **_LATENT_SIZES,
+    ),
     "mellum.MellumAttention": _MODULE_WINDOW,
+    "mimo_v2_flash.MiMoV2FlashAttention": Family(
+        window=_module_window, sinks="sinks", value_dim="v_head_dim", value_factor="v_scale"
+    ),
+    "minicpm3.MiniCPM3Attention": Family(latent=Latent(rotary=lambda config: "apply_rotary_pos_emb"), **_LATENT_SIZES),
     "minimax_m2.MiniMaxM2Attention": _WHOLE_NORMS,
     "ministral.MinistralAttention": _MODULE_WINDOW,
     "ministral3.Ministral3Attention": Family(window=_config_window, query_factor=_growing_with_length),
@@ -175,24 +214,47 @@ _FAMILIES: dict[str, Family] = {
     "olmo2.Olmo2Attention": _WHOLE_NORMS,
     "olmo3.Olmo3Attention": Family(window=_module_window, whole_norms=True),
     "olmoe.OlmoeAttention": _WHOLE_NORMS,
+    "persimmon.PersimmonAttention": Family(**_GROUPED, **_PARTIAL),
     "phi.PhiAttention": Family(output="dense", **_PARTIAL),
     "phi3.Phi3Attention": Family(fused="qkv_proj", window=_config_window),
     "phimoe.PhimoeAttention": _CONFIG_WINDOW,
     "qwen2.Qwen2Attention": _MODULE_WINDOW,
     "qwen2_moe.Qwen2MoeAttention": _MODULE_WINDOW,
+    "qwen2_5_vl.Qwen2_5_VLAttention": _MROPE,
+    "qwen2_vl.Qwen2VLAttention": _MROPE,
     "qwen3.Qwen3Attention": _MODULE_WINDOW,
     "qwen3_moe.Qwen3MoeAttention": _MODULE_WINDOW,
+    "qwen3_vl.Qwen3VLTextAttention": _MROPE,
+    "qwen3_vl_moe.Qwen3VLMoeTextAttention": _MROPE,
     "seed_oss.SeedOssAttention": Family(output_dropout="residual_dropout"),
     "smollm3.SmolLM3Attention": Family(window=_module_window, rotates=lambda module: bool(module.use_rope)),
     "solar_open.SolarOpenAttention": _PLAIN,
     "stablelm.StableLmAttention": Family(**_PARTIAL),
     "starcoder2.Starcoder2Attention": Family(window=_config_window, output_dropout="residual_dropout"),
     "vaultgemma.VaultGemmaAttention": Family(window=_module_window, softcap="attn_logit_softcapping"),
+    "youtu.YoutuAttention": _LATENT,
 }
-SERVED = {
-    "transformers.models.{0}.modeling_{0}.{1}".format(*name.split(".")): family for name, family in _FAMILIES.items()
-}
+# Attention of vision towers: every rank runs them on whole images, so they stay as they are.
+_VISION = (
+    "clip.CLIPAttention",
+    "internvl.InternVLVisionAttention",
+    "pixtral.PixtralAttention",
+    "qwen2_5_vl.Qwen2_5_VLVisionAttention",
+    "qwen2_vl.VisionAttention",
+    "qwen3_vl.Qwen3VLVisionAttention",
+    "qwen3_vl_moe.Qwen3VLMoeVisionAttention",
+)
+
+
+def _full_name(name: str) -> str:
+    module, name = name.split(".")
+    return f"transformers.models.{module}.modeling_{module}.{name}"
+
+
+SERVED = {_full_name(name): family for name, family in _FAMILIES.items()}
 """The served attention classes by their full name."""
+VISION = {_full_name(name) for name in _VISION}
+"""Attention classes that are left alone, likewise."""
 
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
@@ -206,26 +268,43 @@ class AttentionFacts:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     hidden_size: int
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool
     rotates: bool
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    """The module's own rotary of `[B, L, heads, D]` with `[B, L, D]` tables; None when it is ``RotateHalf``."""
+    """The module's own rotary of `[B, L, heads, D]` with the model's tables; None when it is ``RotateHalf``."""
 
     def spec(self, documents: tuple[tuple[int, ...], ...] | None = None) -> AttentionSpec:
         """What the layer computes."""
         return AttentionSpec(scale=self.scale, window=self.window, softcap=self.softcap, documents=documents)
 
+    def kernel_request(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> KernelRequest:
+        """What the layer's kernel must serve."""
+        return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks)
+
     def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None, tuple[int, ...] | None]]:
         """Weight and bias of q, k and v, and where their heads are in them (``Projection.places``)."""
+        linears = [getattr(module, name) for name in self.family.inputs(module)]
         if self.family.fused is None:
-            linears = [getattr(module, name) for name in self.family.inputs]
             return [(linear.weight, linear.bias, None) for linear in linears]
-        linear = getattr(module, self.family.fused)
+        (linear,) = linears
+        places = self._grouped_places() if self.family.grouped else self._consecutive_places()
+        return [(linear.weight, linear.bias, tuple(of_heads)) for of_heads in places]
+
+    def _consecutive_places(self) -> list[range]:
+        """Where the heads of q, k and v are in a fused weight: all of one after all of the other."""
         ends = [0, *itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))]
-        return [(linear.weight, linear.bias, tuple(range(first, end))) for first, end in itertools.pairwise(ends)]
+        return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+    def _grouped_places(self) -> list[list[int]]:
+        """Where they are KV head by KV head: the queries that attend it, its k, its v."""
+        group = self.heads // self.kv_heads
+        q = [i + 2 * (i // group) for i in range(self.heads)]
+        return [q, *([(group + 2) * j + last for j in range(self.kv_heads)] for last in (group, group + 1))]
 
     def finish(self, module: nn.Module, x: Tensor, attended: Tensor, mode: Mode) -> Tensor:
         """The module's output from what was attended (where `mode` fuses it: from what was projected)."""
@@ -240,7 +319,16 @@ class AttentionFacts:
 
 def family_of(module: nn.Module) -> Family | None:
     """How the class of `module` computes; None when it isn't served."""
-    return SERVED.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    return SERVED.get(_class_name(module))
+
+
+def is_vision(module: nn.Module) -> bool:
+    """Whether `module` is attention of a vision tower, which is left alone."""
+    return _class_name(module) in VISION
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
@@ -254,7 +342,7 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if family_of(module) is not None:
             found[name] = module
-        elif _looks_like_attention(module):
+        elif _looks_like_attention(module) and not is_vision(module):
             others.setdefault(_why_not(module), set()).add(type(module).__name__)
     reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(others.items())]
     kinds = _strange_layers(model, found)
@@ -273,6 +361,8 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
 def _strange_layers(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
     """Kinds of layers that the model's configuration names and that are not causal attention."""
     config: Any = getattr(model, "config", None) or getattr(next(iter(found.values()), None), "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
     return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
@@ -295,9 +385,11 @@ def _why_not(module: nn.Module) -> str:
     if hasattr(module, "indexer"):
         return "it selects the keys of each query"
     if hasattr(module, "kv_lora_rank") or hasattr(module, "kv_b_proj"):
-        return "latent attention (MLA)"
-    if any(hasattr(module, a) for a in ("query_key_value", "c_attn", "qkv_proj")):
-        return "a fused projection"
+        return "latent attention (MLA) that no test compares with its unpatched model"
+    if {"alibi", "position_bias"} & inspect.signature(module.forward).parameters.keys():
+        return "its scores have a bias by position"
+    if type(getattr(module, "c_attn", None)).__name__ == "Conv1D":
+        return "its weights are transposed (Conv1D)"
     return "no test compares it with its unpatched model"
 
 
@@ -312,16 +404,21 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     assert family is not None
     any_module: Any = module
     config = any_module.config
-    head_dim = any_module.head_dim
+    head_dim: int = getattr(module, family.head_dim)
+    value_dim: int = getattr(module, family.value_dim) if family.value_dim else head_dim
     check_projections(where, module, family, mode)
     for key in ("attention_dropout", "attn_dropout"):
-        if getattr(module, key, 0.0):
+        rate = getattr(module, key, getattr(config, key, 0.0))
+        if isinstance(rate, nn.Dropout):
+            rate = rate.p
+        if rate:
             raise ValueError(
-                f"upipe: {where} has {key} = {getattr(module, key)}: dropout is not supported yet. Set the model "
+                f"upipe: {where} has {key} = {rate}: dropout is not supported yet. Set the model "
                 f"config's {key} to 0.0, or remove the 'upipe' key."
             )
     refused = {
         "sinks": family.sinks is None and getattr(module, "sinks", None) is not None,
+        "alibi": bool(getattr(config, "alibi", False)),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "is_causal = False": getattr(module, "is_causal", True) is False,
     }
@@ -333,10 +430,12 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
             f"upipe.memory = {mode.memory!r}: {where} changes the attended heads before its output projection, so that "
             "can't be inside the stage loop. Set upipe.memory to 'recompute'."
         )
-    if family.fused is None:
-        heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
-    else:
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if value_dim != head_dim and mode.blocks > 1:
+        raise ValueError(
+            f"upipe.memory = {mode.memory!r}: {where} has value heads of {value_dim} and key heads of {head_dim}: "
+            "not supported yet in blocks. Set upipe.memory to 'fused'."
+        )
+    heads, kv_heads = _head_counts(module, family, head_dim)
     for norm, of_all in zip(family.norms, (heads, kv_heads), strict=True):
         _check_norm(f"{where}.{norm}", getattr(module, norm, None), head_dim * (of_all if family.whole_norms else 1))
     rotates = family.rotates(module)
@@ -347,13 +446,26 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        hidden_size=getattr(module, family.inputs[0]).in_features,
-        scale=any_module.scaling,
+        value_dim=value_dim,
+        hidden_size=config.hidden_size,
+        scale=getattr(module, family.scale),
         window=int(window) if window else None,
         softcap=None if family.softcap is None else getattr(module, family.softcap),
+        sinks=family.sinks is not None and getattr(module, family.sinks) is not None,
         rotates=rotates,
-        rotary=_own_rotary(module, family, device) if rotates else None,
+        rotary=_own_rotary(module, family, head_dim, device) if rotates else None,
     )
+
+
+def _head_counts(module: Any, family: Family, head_dim: int) -> tuple[int, int]:
+    """Query and KV heads of the layer; a fused projection's rows tell how many KV heads are in it."""
+    if family.latent is not None:
+        return module.num_heads, module.num_heads
+    if family.fused is None:
+        heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
+        return heads, kv_heads
+    heads = module.config.num_attention_heads
+    return heads, (getattr(module, family.fused).out_features // head_dim - heads) // 2
 
 
 def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
@@ -367,18 +479,22 @@ def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
             )
 
 
+# Linear layers by another name.
+_LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
+
+
 def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
     """Raise ValueError unless the projections that are read directly are plain linear layers.
 
     An adapter (LoRA) keeps the base weight under the same name, so reading it would silently skip the
     adapter; a quantised weight is not the matrix. The output projection is read only where `mode` fuses it.
     """
-    for projection in family.projections(mode):
+    for projection in family.projections(module, mode):
         layer = getattr(module, projection)
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear and _class_name(layer) not in _LINEAR_TOO:
             other = ", or set upipe.memory to 'recompute'" if projection == family.output else ""
             raise ValueError(
-                f"upipe: {where}.{projection} is a {type(layer).__module__}.{type(layer).__qualname__}, not a plain "
+                f"upipe: {where}.{projection} is a {_class_name(layer)}, not a plain "
                 "torch.nn.Linear: adapters and quantised projections are not supported yet. Merge the "
                 f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
             )
@@ -391,30 +507,26 @@ def check_projections(where: str, module: nn.Module, family: Family, mode: Mode)
 
 def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.Parameter]:
     """The parameters of other modules that a staged attention reads."""
-    for name in (*family.projections(mode), *family.norms):
+    for name in (*family.projections(module, mode), *family.norms):
         inner = getattr(module, name, None)
         if inner is not None:
             yield from inner.parameters(recurse=False)
-    if family.sinks is not None:
+    if family.sinks is not None and getattr(module, family.sinks) is not None:
         yield getattr(module, family.sinks)
 
 
 def _own_rotary(
-    module: nn.Module, family: Family, device: torch.device
+    module: nn.Module, family: Family, head_dim: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """The rotary function of the module's modelling file, unless it computes exactly what RotateHalf does.
 
     Decided by trying, not by name: the function may have been replaced (Liger's kernel, a hub kernel).
     """
+    if family.latent is not None:
+        return family.latent.rotary_of(module)
     apply_rotary = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    head_dim: int = module.head_dim  # type: ignore[assignment]
     R = getattr(module, family.rotated) if family.rotated else head_dim
-
-    def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        by_head = heads[..., :R].transpose(1, 2)
-        rotated: Tensor = apply_rotary(by_head, by_head[:, :1].contiguous(), cos, sin)[0].transpose(1, 2)
-        return rotated if head_dim == R else torch.cat([rotated, heads[..., R:]], -1)
-
+    rotate = ModuleRotary(apply_rotary, range(R))
     if family.norm_after_rotary:
         return rotate
     generator = torch.Generator().manual_seed(0)

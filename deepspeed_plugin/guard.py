@@ -32,8 +32,9 @@ class _Fault(enum.IntEnum):
 _ADVICE = {
     _Fault.NO_POSITIONS: "position_ids are missing. The model would count from 0 on every rank; pass global ones: "
     "rank r of the group holds positions [r * L, (r + 1) * L) (UlyssesSPDataLoaderAdapter shards them for you).",
-    _Fault.POSITION_SHAPE: "position_ids must be [batch or 1, rows of this rank]: position_ids with several "
-    "components per token (mrope) are not supported yet.",
+    _Fault.POSITION_SHAPE: "position_ids must be [batch or 1, rows of this rank]. A model whose positions have three "
+    "components per token (mrope) also takes [4, batch, rows of this rank]: the plain positions, which tell documents "
+    "apart, before its own three.",
     _Fault.PADDING_MASK: "attention_mask masks some tokens: padding masks are not supported. Pad on the right, give "
     "padded tokens the label -100 and leave attention_mask out (causal attention never looks at them), or pack.",
     _Fault.OTHER_MASK: "attention_mask is not a [batch, rows] mask of ones: custom masks are not supported. Leave it "
@@ -52,9 +53,10 @@ class ShardGuard:
     no mask of the local shard.
     """
 
-    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+    def __init__(self, module: nn.Module, settings: LayerSettings, *, mrope: bool = False) -> None:
         self._signature = inspect.signature(module.forward)
         self._settings = settings
+        self._mrope = mrope
 
     # torch.compiler.disable, without importing the compiler: what is decided here depends on every rank's data.
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -71,25 +73,43 @@ class ShardGuard:
             tokens = given.get("inputs_embeds")
         if tokens is None:
             return None  # the model's own error is the right one
+        positions = given.get("position_ids")
+        if self._mrope and isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == _MROPE:
+            positions = positions[0]
         caches = [given.get(name, given.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
         if any(cache is not None for cache in caches):
             fault, first, restarts = _Fault.CACHE, 0, False
         else:
-            fault, first, restarts = _inspect(given.get("position_ids"), given.get("attention_mask"), tokens.shape[1])
+            fault, first, restarts = _inspect(positions, given.get("attention_mask"), tokens.shape[1])
         group = self._settings.group.process_group
         mine = [tokens.shape[0], tokens.shape[1], first, int(fault), int(restarts)]
         by_rank = gather_integers(mine, group, tokens.device)
         packed = _check(by_rank)
-        documents = documents_from_positions(given["position_ids"], group) if packed else None
-        remember_documents(given["position_ids"], documents)
-        # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
-        mask = None if documents is None else torch.zeros(1, 1, 1, 1, device=tokens.device)
-        if mask is None and given.get("attention_mask") is None:
-            return None
-        if "attention_mask" in kwargs or "attention_mask" not in given:
-            return args, {**kwargs, "attention_mask": mask}
-        at = list(given).index("attention_mask")
-        return (*args[:at], mask, *args[at + 1 :]), kwargs
+        documents = documents_from_positions(positions, group) if packed else None
+        remember_documents(positions, documents)
+        changes: dict[str, Any] = {}
+        if documents is not None:
+            # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
+            changes["attention_mask"] = torch.zeros(1, 1, 1, 1, device=tokens.device)
+        elif given.get("attention_mask") is not None:
+            changes["attention_mask"] = None
+        if documents is not None and self._mrope and given["position_ids"].dim() == 2:
+            # Given plain positions alone, the model would not hand them on to its layers.
+            changes["position_ids"] = positions.expand(_MROPE, *positions.shape)
+        return _changed(args, kwargs, list(given), changes) if changes else None
+
+
+_MROPE = 4
+"""Plain positions and the three components of a vision-language model's."""
+
+
+def _changed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], changes: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, of which the first are called `names`, with some of them changed."""
+    by_place = [changes.get(name, arg) for name, arg in zip(names, args, strict=False)]
+    rest = {name: value for name, value in changes.items() if name not in names[: len(args)]}
+    return tuple(by_place), {**kwargs, **rest}
 
 
 class LabelGuard:
@@ -122,6 +142,35 @@ class LabelGuard:
                 "shard: the last label of every shard is lost. Shift labels before they are sharded "
                 "(UlyssesSPDataLoaderAdapter and shard_batch give shift_labels), call the model without labels, and "
                 "use deepspeed_plugin.sequence_parallel_loss(engine, logits, shift_labels)."
+            )
+
+
+_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+
+
+class ImageGuard:
+    """Forward pre-hook of a vision-language model: refuses images beside plain positions.
+
+    Tokens of an image have positions of three components, which the model computes where it is given none. Data loaders
+    for sequence parallelism add plain ones, and the model would take them without a word.
+    """
+
+    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+        self._signature = inspect.signature(module.forward)
+        self._settings = settings
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ValueError when position_ids of one component are given with images."""
+        if self._settings.disabled_in_eval and not module.training:
+            return
+        given = self._signature.bind(*args, **kwargs).arguments
+        images = [name for name in _IMAGES if given.get(name) is not None]
+        positions = given.get("position_ids")
+        if images and isinstance(positions, Tensor) and positions.dim() == 2:
+            raise ValueError(
+                f"upipe: {type(module).__name__} was called with {images[0]} and position_ids of shape "
+                f"{tuple(positions.shape)}, without the components that tokens of an image have. Before sharding, "
+                "compute them (get_rope_index) and put the plain positions before them: [4, batch, sequence]."
             )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_plugin.families import AttentionFacts, check_projections, read_directly
 from deepspeed_plugin.group import SequenceGroup
+from deepspeed_plugin.latent import latent_projections
 from deepspeed_plugin.norms import norm_over_heads
 from upipe_integrations import (
     AttentionProjections,
@@ -103,18 +104,15 @@ class StagedAttention(nn.Module):
             tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
         spec = facts.spec(documents)
         sinks = None if family.sinks is None else getattr(attention, family.sinks)
-        request = KernelRequest(
-            hidden_states.device, compute_dtype(hidden_states), facts.head_dim, spec=spec, sinks=sinks is not None
-        )
-        q, k, v = facts.weights(attention)
-        projections = AttentionProjections(
-            self._projection(hidden_states, *q, family.norms[0], _scaled_tables(tables, query_factor)),
-            self._projection(hidden_states, *k, family.norms[1], tables),
-            Projection(v[0], facts.head_dim, v[1], places=v[2]),
-        )
+        dtype = compute_dtype(hidden_states)
+        request = facts.kernel_request(hidden_states.device, dtype, spec)
+        if family.latent is None:
+            x, projections = hidden_states, self._projections(hidden_states, tables, query_factor)
+        else:
+            x, projections = latent_projections(attention, family.latent, hidden_states, facts.rotary, tables)
         output: Any = getattr(attention, family.output)
         return upipe_attention(
-            hidden_states,
+            x,
             projections,
             self.schedule,
             self.settings.group.process_group,
@@ -124,6 +122,21 @@ class StagedAttention(nn.Module):
             output=OutputProjection(output.weight, output.bias) if mode.fuses_output else None,
             mode=mode,
         )
+
+    def _projections(
+        self, x: Tensor, tables: tuple[Tensor, Tensor] | None, query_factor: Tensor | None
+    ) -> AttentionProjections:
+        facts, norms = self.facts, self.facts.family.norms
+        q, k, v = facts.weights(self._attention[0])
+        return AttentionProjections(
+            self._projection(x, *q, norms[0], _scaled_tables(tables, query_factor)),
+            self._projection(x, *k, norms[1], tables),
+            Projection(v[0], facts.value_dim, v[1], self._value_function(), places=v[2]),
+        )
+
+    def _value_function(self) -> HeadFunction | None:
+        name = self.facts.family.value_factor
+        return None if name is None else HeadFunction(_Times(getattr(self._attention[0], name)))
 
     def _projection(
         self,
@@ -148,6 +161,14 @@ class StagedAttention(nn.Module):
         steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
         function = _composed([step for step in steps if step is not None])
         return Projection(weight, facts.head_dim, bias, function, places=places)
+
+
+@dataclass(frozen=True)
+class _Times:
+    factor: float
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return heads * self.factor
 
 
 def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -212,10 +233,11 @@ class _Composed:
 def staged_forward(
     attention: nn.Module,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
     attention_mask: Any = None,
     cache: Any = None,
     past_key_values: Any = None,
+    layer_past: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Replaces the forward of a Transformers attention module; same arguments, same result.
@@ -229,7 +251,7 @@ def staged_forward(
     """
     child: StagedAttention = attention.get_submodule(CHILD)  # type: ignore[assignment]
     if child.settings.disabled_in_eval and not attention.training:
-        given = {"cache": cache, "past_key_values": past_key_values}
+        given = {"cache": cache, "past_key_values": past_key_values, "layer_past": layer_past}
         original: tuple[Tensor, None] = type(attention).forward(
             attention,
             hidden_states,
@@ -249,8 +271,17 @@ def staged_forward(
     more: tuple[Any, ...] = () if documents is None else (documents,)
     if child.facts.family.query_factor is not None:
         more = (documents, child.facts.family.query_factor(attention, _positions(attention, options)))
-    out = child(hidden_states, *(position_embeddings or (None, None)), *more)
+    out = child(hidden_states, *_tables(position_embeddings), *more)
     return child.facts.finish(attention, hidden_states, out, child.settings.config.mode), None
+
+
+def _tables(position_embeddings: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Cosines and sines, which some models give as one complex table."""
+    if position_embeddings is None:
+        return None, None
+    if isinstance(position_embeddings, Tensor):
+        return position_embeddings.real, position_embeddings.imag
+    return position_embeddings
 
 
 def _positions(attention: nn.Module, options: dict[str, Any]) -> Tensor:

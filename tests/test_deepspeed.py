@@ -326,7 +326,7 @@ def test_zero3_gathers_one_layer_at_a_time_and_keeps_none(memory):
 
 
 def _other_families() -> dict[str, float]:
-    """Families with sinks, softcap and a fused projection, at ZeRO 2 and 3, checkpointed and not."""
+    """Families with sinks, softcap, a fused projection and latents, at ZeRO 2 and 3, checkpointed and not."""
     import deepspeed
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
 
@@ -334,7 +334,7 @@ def _other_families() -> dict[str, float]:
     mpu.initialize_sequence_parallel(2)
     batch = make_batch(seq=32)
     errors = {}
-    for family in ("gpt_oss", "gemma2", "phi3", "afmoe", "olmo3"):
+    for family in ("gpt_oss", "gemma2", "phi3", "afmoe", "olmo3", "deepseek_v3"):
         wanted = single_process(tiny_model(family), batch)
         del wanted["logits"]
         for stage, checkpointing in ((2, False), (3, False), (3, True)):

@@ -77,6 +77,42 @@ def test_every_family_equals_its_unpatched_model():
         assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_VARIANTS = {
+    "queries of x": ("deepseek_v3", {"q_lora_rank": None}),
+    "queries of x, complex": ("deepseek_v2", {"q_lora_rank": None}),
+    "halves, biases": ("deepseek_v3", {"rope_interleave": False, "attention_bias": True}),
+    "yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "values as large as keys": ("deepseek_v3", {"v_head_dim": 18}),
+    "falcon, groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "bias": True}),
+    "falcon, by head": ("falcon", {"multi_query": False, "parallel_attn": False}),
+    "neox without biases": ("gpt_neox", {"attention_bias": False}),
+    "persimmon without norms": ("persimmon", {"qk_layernorm": False}),
+}
+
+
+def _every_variant() -> dict[str, float]:
+    errors = {}
+    batch = make_batch(batch=2)
+    for name, (family, changes) in _VARIANTS.items():
+        model = tiny_model(family, **changes).double().eval()
+        wanted = single_process(model, batch)
+        one_size = "v_head_dim" not in model.config.to_dict() or changes.get("v_head_dim") == 18
+        for chunk_heads, memory in ((2, "keep"), (8, "recompute"), (4, "fused"), (4, "blocks")):
+            if memory == "blocks" and not one_size:
+                continue
+            attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
+            errors[f"{name}, {memory}"] = max(worst(sharded(model, batch, dist.group.WORLD), wanted).values())
+            attachment.undo()
+    return errors
+
+
+def test_variants_of_latent_and_fused_projections():
+    for errors in run_ranks(2, _every_variant):
+        assert len(errors) == 4 * len(_VARIANTS) - 4
+        assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
 def _exact_families() -> dict[str, float]:
     """Norms patched to keep float64, so that the comparison has its full precision."""
     errors = {}
@@ -269,6 +305,17 @@ def _bad_models() -> dict[str, str]:
         attached(tiny_model("afmoe"), 4, memory="fused")
     except ValueError as error:
         messages["gate"] = str(error)
+    for name, (family, changes, memory) in {
+        "latent blocks": ("deepseek_v3", {}, "blocks"),
+        "alibi": ("falcon", {"alibi": True}, "keep"),
+        "neox dropout": ("gpt_neox", {"attention_dropout": 0.1}, "keep"),
+        "persimmon dropout": ("persimmon", {"attention_dropout": 0.1}, "keep"),
+        "falcon dropout": ("falcon", {"attention_dropout": 0.1}, "keep"),
+    }.items():
+        try:
+            attached(tiny_model(family, **changes), 4, memory=memory)
+        except ValueError as error:
+            messages[name] = str(error)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
     try:
         attached(gpt2, 4)
@@ -294,6 +341,11 @@ def refusals():
         ("clip", r"has clip_qkv, which is not supported yet"),
         ("both ways", r"has is_causal = False, which is not supported yet"),
         ("gate", r"upipe\.memory = 'fused': .*AfmoeAttention\) changes the attended heads.*Set upipe\.memory to 'rec"),
+        ("latent blocks", r"'blocks': .*value heads of 12 and key heads of 18.*Set upipe\.memory to 'fused'"),
+        ("alibi", r"FalconAttention\) has alibi, which is not supported yet"),
+        ("neox dropout", r"GPTNeoXAttention\) has attention_dropout = 0\.1: dropout is"),
+        ("persimmon dropout", r"PersimmonAttention\) has attention_dropout = 0\.1: dropout is"),
+        ("falcon dropout", r"FalconAttention\) has attention_dropout = 0\.1: dropout is"),
         ("layers", r"LlamaForCausalLM has attention that UPipe does not serve: layers of type chunked_attention\."),
         ("stranger", r"attention that UPipe does not serve: MultiheadAttention \(no test .*docs/families\.md lists"),
         ("nothing", r"no attention module that UPipe serves in LlamaForCausalLM"),

@@ -422,6 +422,7 @@ def test_presets_are_what_transformers_calls_them():
         (CONFIG | {"num_hidden_layers": "four"}, "num_hidden_layers = 'four': must be a positive integer"),
         (CONFIG | {"hidden_size": -256}, "hidden_size = -256: must be a positive integer"),
         (CONFIG | {"num_experts": 128}, "num_experts = 128: mixtures of experts"),
+        (CONFIG | {"kv_lora_rank": 256}, "kv_lora_rank = 256: latent attention can't be planned"),
         ("{", "is not JSON"),
         ([1], "must be an object of settings"),
         ({"text_config": 3}, "text_config = 3: must be an object"),

@@ -1,5 +1,5 @@
-"""What hosts with fused weights need: places in one weight, gradients into the host's buffer, neighbouring rotary
-pairs, rows of x split once more. float64 on ranks, against one process."""
+"""What hosts with fused weights need: places in one weight, blocks of rows, columns of x, gradients into the host's
+buffer, neighbouring rotary pairs, rows of x split once more. float64 on ranks, against one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.reference import Layer, make_layer, reference
 from upipe_integrations import (
     AttentionProjections,
+    HeadBlock,
     HeadFunction,
     Layout,
     Mode,
@@ -163,6 +164,132 @@ def test_places_that_do_not_fit_are_refused(places):
     schedule = Schedule.build(heads=3, kv_heads=3, ranks=1, chunk_heads=1)
     with pytest.raises(ValueError, match=r"q places .* must name 3 different heads of the 6"):
         upipe_attention(torch.randn(1, 8, 16), projections, schedule, None, KERNELS["math"])
+
+
+# ---------------------------------------------------------------- blocks of rows, columns of x
+
+
+def _with_shared(heads: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    return torch.cat([heads, shared[:, :, None].expand(-1, -1, heads.shape[2], -1)], -1)
+
+
+def latent_layer(H: int, K: int, value_dim: int) -> Layer:
+    """A layer as latent attention sees it, written out: queries read the first 14 columns of x, keys and values the
+    next 10, and the last 3 of every key are the last 3 columns of x as they are."""
+    layer = make_layer(
+        H, K, head_dim=D, value_dim=value_dim, size=27, seq=16, batch=2, bias=True, rotary=False, output=True
+    )
+    layer.wq[:, 14:] = 0
+    by_head = layer.wk.unflatten(0, (K, D))
+    by_head[..., :14], by_head[..., 24:] = 0, 0
+    by_head[:, D - 3 :] = torch.nn.functional.pad(torch.eye(3, dtype=torch.float64), (24, 0))
+    layer.bk.unflatten(0, (K, D))[:, D - 3 :] = 0
+    layer.wv[:, :14], layer.wv[:, 24:] = 0, 0
+    return layer
+
+
+def run_latent(layer: Layer, chunk_heads: int, mode: Mode) -> dict[str, torch.Tensor]:
+    """Keys (without what they share) and values side by side in one weight; results as :func:`in_parts`'."""
+    C, rank = dist.get_world_size(), dist.get_rank()
+    K, Dv, own = layer.kv_heads, layer.value_dim, D - 3
+    x = layer.x.chunk(C, 1)[rank]
+    kv = [t.unflatten(0, (K, -1)) for t in (layer.wk, layer.wv, layer.bk, layer.bv)]
+    leaves = {
+        "x": x[..., :24],
+        "shared": x[..., 24:],
+        "wq": layer.wq[:, :14],
+        "bq": layer.bq,
+        "wkv": torch.cat([kv[0][:, :own], kv[1]], 1)[..., 14:24].flatten(0, 1),
+        "bkv": torch.cat([kv[2][:, :own], kv[3]], 1).flatten(),
+        "wo": layer.wo,
+        "bo": layer.bo,
+    }
+    leaves = {name: t.clone().contiguous().requires_grad_() for name, t in leaves.items()}
+    share = HeadFunction(_with_shared, (leaves["shared"],), by_row=(0,))
+    latent = {"weight": leaves["wkv"], "bias": leaves["bkv"], "columns": range(14, 24)}
+    projections = AttentionProjections(
+        Projection(leaves["wq"], D, leaves["bq"], columns=range(14)),
+        Projection(head_dim=D, function=share, block=HeadBlock(own + Dv, range(own)), **latent),
+        Projection(head_dim=Dv, block=HeadBlock(own + Dv, range(own, own + Dv)), **latent),
+    )
+    schedule = Schedule.build(heads=layer.heads, kv_heads=K, ranks=C, chunk_heads=chunk_heads)
+    output = OutputProjection(leaves["wo"], leaves["bo"]) if mode.fuses_output else None
+    out = upipe_attention(
+        leaves["x"], projections, schedule, dist.group.WORLD, KERNELS["math"], output=output, mode=mode
+    )
+    if not mode.fuses_output:
+        out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
+    out.backward(layer.dout.chunk(C, 1)[rank])
+    results = {}
+    for name, t in (("out", out.detach()), *((f"d{name}", t.grad) for name, t in leaves.items())):
+        if name in ("out", "dx", "dshared"):
+            results[name] = _whole(t, torch.arange(16).chunk(C)[rank])
+        else:
+            dist.all_reduce(t)
+            results[name] = t
+    return results
+
+
+def in_parts(wanted: dict[str, torch.Tensor], K: int, value_dim: int) -> dict[str, torch.Tensor]:
+    """The reference's results where :func:`run_latent` has them."""
+    own = D - 3
+    wk, wv, bk, bv = (wanted[f"d{name}"].unflatten(0, (K, -1)) for name in ("wk", "wv", "bk", "bv"))
+    return {
+        "out": wanted["out"],
+        "dx": wanted["dx"][..., :24],
+        "dshared": wanted["dx"][..., 24:],
+        "dwq": wanted["dwq"][:, :14],
+        "dbq": wanted["dbq"],
+        "dwkv": torch.cat([wk[:, :own], wv], 1)[..., 14:24].flatten(0, 1),
+        "dbkv": torch.cat([bk[:, :own], bv], 1).flatten(),
+        "dwo": wanted["dwo"],
+        "dbo": wanted["dbo"],
+    }
+
+
+def _errors_of_latent() -> dict[tuple, float]:
+    C = dist.get_world_size()
+    worst = {}
+    for H, K, Dv in [(8, 8, D), (8, 2, 6), (10, 10, 6), (9, 9, D)]:
+        layer = latent_layer(H, K, Dv)
+        wanted = in_parts(reference(layer), K, Dv)
+        for mode in MODES.values():
+            if mode.blocks > 1 and Dv != D:
+                continue
+            for U in (C, 2 * C):
+                worst[H, K, Dv, mode.memory, U] = max(relative_errors(run_latent(layer, U, mode), wanted).values())
+    return worst
+
+
+def test_keys_and_values_in_one_weight_of_a_part_of_x():
+    """Heads of more than their projection, rows of a head in blocks of another size, columns of x: as MLA has them."""
+    for worst in run_ranks(4, _errors_of_latent):
+        assert len(worst) == 28
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": range(8, 17)}, r"k columns range\(8, 17\): must be consecutive columns of the input's 16"),
+        ({"columns": range(0, 16, 2)}, r"k columns .* must be consecutive"),
+        ({"columns": range(8)}, r"k weight of shape \(24, 16\): must be \(24, 8\)"),
+        ({"block": HeadBlock(12, range(D))}, r"k weight of shape \(24, 16\): must be \(36, 16\), 3 heads of 12"),
+        ({"block": HeadBlock(8, range(2, D))}, r"k block of 6 rows for heads of 8: .* or a function"),
+    ],
+)
+def test_blocks_and_columns_that_do_not_fit_are_refused(changes, message):
+    good = Projection(torch.randn(3 * D, 16), D)
+    projections = AttentionProjections(good, dataclasses.replace(good, **changes), good)
+    schedule = Schedule.build(heads=3, kv_heads=3, ranks=1, chunk_heads=1)
+    with pytest.raises(ValueError, match=message):
+        upipe_attention(torch.randn(1, 8, 16), projections, schedule, None, KERNELS["math"])
+
+
+@pytest.mark.parametrize("rows", [range(0), range(4, 2), range(0, 4, 2), range(2, 9), range(-1, 3)])
+def test_rows_outside_of_their_block_are_refused(rows):
+    with pytest.raises(ValueError, match=r"of a block of 8: must be consecutive rows"):
+        HeadBlock(8, rows)
 
 
 # ---------------------------------------------------------------- rotary of neighbours

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
     from upipe_integrations.layout import Layout
     from upipe_integrations.mode import Mode
-    from upipe_integrations.projection import HeadFunction, OutputProjection, Projection, RotateHalf
+    from upipe_integrations.projection import HeadBlock, HeadFunction, OutputProjection, Projection, RotateHalf
     from upipe_integrations.schedule import Schedule
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "AttentionSpec",
     "Dropout",
     "FunctionKernel",
+    "HeadBlock",
     "HeadFunction",
     "KernelRequest",
     "Layout",
@@ -47,6 +48,7 @@ _MODULES = {
     "AttentionSpec": "kernels",
     "Dropout": "kernels",
     "FunctionKernel": "kernels",
+    "HeadBlock": "projection",
     "HeadFunction": "projection",
     "KernelRequest": "kernels",
     "Layout": "layout",

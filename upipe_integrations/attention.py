@@ -166,14 +166,24 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
     wanted = {"q": schedule.heads, "k": schedule.kv_heads, "v": schedule.kv_heads}
     for name, heads in wanted.items():
         projection = getattr(projections, name)
-        shape, expected = tuple(projection.weight.shape), (heads * projection.head_dim, x.shape[2])
+        size = projection.head_dim if projection.block is None else projection.block.size
+        if projection.projected_dim != projection.head_dim and projection.function is None:
+            raise ValueError(
+                f"{name} block of {projection.projected_dim} rows for heads of {projection.head_dim}: must have as "
+                "many, or a function that makes heads of that size of them."
+            )
+        columns = projection.columns or range(x.shape[2])
+        if columns.step != 1 or not 0 <= columns.start < columns.stop <= x.shape[2]:
+            raise ValueError(f"{name} columns {columns}: must be consecutive columns of the input's {x.shape[2]}.")
+        width = len(columns)
+        shape, expected = tuple(projection.weight.shape), (heads * size, width)
         if projection.places is not None:
-            _check_places(name, projection, heads)
-            expected = (shape[0], x.shape[2])
+            _check_places(name, projection.places, heads, shape[0] // size, shape)
+            expected = (shape[0], width)
         if shape != expected:
             raise ValueError(
                 f"{name} weight of shape {shape}: must be {expected}, {heads} heads of "
-                f"{projection.head_dim} by the input size, for this schedule and x."
+                f"{size} by the input size, for this schedule and x."
             )
         if projection.bias is not None and tuple(projection.bias.shape) != expected[:1]:
             raise ValueError(f"{name} bias of shape {tuple(projection.bias.shape)}: must be {expected[:1]}.")
@@ -192,12 +202,10 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
                 )
 
 
-def _check_places(name: str, projection: Projection, heads: int) -> None:
-    places, there = projection.places or (), projection.weight.shape[0] // projection.head_dim
+def _check_places(name: str, places: tuple[int, ...], heads: int, there: int, shape: tuple[int, ...]) -> None:
     if len(set(places)) != heads or len(places) != heads or min(places) < 0 or max(places) >= there:
         raise ValueError(
-            f"{name} places {places}: must name {heads} different heads of the {there} (of {projection.head_dim}) in "
-            f"a weight of shape {tuple(projection.weight.shape)}."
+            f"{name} places {places}: must name {heads} different heads of the {there} in a weight of shape {shape}."
         )
 
 

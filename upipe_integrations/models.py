@@ -176,7 +176,10 @@ class ModelConfig:
         """
         fields = self.fields
         if fields.get("kv_lora_rank"):
-            raise ValueError(f"{self.name}: kv_lora_rank = {fields['kv_lora_rank']}: latent attention is not served.")
+            raise ValueError(
+                f"{self.name}: kv_lora_rank = {fields['kv_lora_rank']}: latent attention can't be run from its config "
+                "alone. Run its heads instead: --heads 128 --head-dim 192 --value-dim 128 for DeepSeek-V3."
+            )
         sizes = {ours: size for ours, size in _sizes(fields).items() if ours in ("heads", "kv_heads", "head_dim")}
         sizes["hidden_size"] = fields.get("hidden_size")
         _check_sizes(self.name, sizes, "attention")
@@ -300,6 +303,11 @@ def _from_config(config: Mapping[str, Any], where: str) -> Model:
                 f"{where}: {field} = {config[field]}: mixtures of experts can't be planned, as what their MLP takes "
                 "depends on how tokens are routed. Plan the dense model of the same attention instead."
             )
+    if config.get("kv_lora_rank"):
+        raise ValueError(
+            f"{where}: kv_lora_rank = {config['kv_lora_rank']}: latent attention can't be planned, as its key and "
+            "value heads differ in size. Plan a model of as many heads and their larger size: it takes more."
+        )
     return Model(where, **_sizes(config), tied=bool(config.get("tie_word_embeddings", False)))
 
 

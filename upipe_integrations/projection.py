@@ -81,10 +81,10 @@ class HeadFunction:
     """A differentiable function of some heads, such as a per-head norm.
 
     Args:
-        function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned. It sees the heads of
-            one stage, so it must treat them alike but for tensors `by_head`, and be free of side effects, as
-            backward calls it again. In code for torch.compile: one from outside of that code, or a dataclass or
-            closure of constants.
+        function: ``function(heads, *tensors)`` of `[B, L, heads, D]`, same shape returned (of another D only where
+            ``Projection.block`` says what is projected). It sees the heads of one stage, so it must treat them alike
+            but for tensors `by_head`, and be free of side effects, as backward calls it again. In code for
+            torch.compile: one from outside of that code, or a dataclass or closure of constants.
         tensors: what it reads besides; those that require gradients get them.
         by_row: which of `tensors` have this rank's rows as second dimension (rotary tables); needed where
             backward walks rows in blocks.
@@ -149,12 +149,32 @@ class _ModuleOfHeads:
 
 
 @dataclass(frozen=True)
+class HeadBlock:
+    """Which rows of its block a head is, in a weight that holds more for each head (keys and values side by side).
+
+    Args:
+        size: rows of a block.
+        rows: those of them that are projected.
+
+    Raises:
+        ValueError: `rows` are not consecutive rows of a block.
+    """
+
+    size: int
+    rows: range
+
+    def __post_init__(self) -> None:
+        if self.rows.step != 1 or not 0 <= self.rows.start < self.rows.stop <= self.size:
+            raise ValueError(f"rows {self.rows} of a block of {self.size}: must be consecutive rows of it.")
+
+
+@dataclass(frozen=True)
 class Projection:
     """A query, key or value projection, and what is done to a head after it.
 
     Args:
         weight: `[N * D, E]` in checkpoint order, as in ``nn.Linear``.
-        head_dim: D.
+        head_dim: D, the size of a head as it is attended.
         bias: `[N * D]` or None.
         function: applied to the projected heads, or None.
         rotary: applied after `function`, or None.
@@ -162,6 +182,9 @@ class Projection:
             than these heads (a fused query-key-value projection); None is ``0, 1, ...``.
         accumulate_into: a tensor of the weight's shape that the weight's gradient is added to, in that tensor's
             dtype; the weight itself then gets none. None is the usual gradient.
+        block: where `weight` and `bias` have more rows for each head than are projected here; places count such
+            blocks. None is D rows, all of them.
+        columns: the part of x's E that is projected, as wide as the weight; None is all of it.
     """
 
     weight: Tensor
@@ -171,6 +194,13 @@ class Projection:
     rotary: RotateHalf | None = None
     places: tuple[int, ...] | None = None
     accumulate_into: Tensor | None = None
+    block: HeadBlock | None = None
+    columns: range | None = None
+
+    @property
+    def projected_dim(self) -> int:
+        """The size of a head as it is projected: D, or what `function` makes D of."""
+        return self.head_dim if self.block is None else len(self.block.rows)
 
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned."""
@@ -236,21 +266,38 @@ class Projection:
         else:
             self.rotary.rotate(source, send)
 
+    def columns_of(self, x: Tensor) -> Tensor:
+        """The part of x `[B, L, E]` that is projected."""
+        return x if self.columns is None else x.narrow(2, self.columns.start, len(self.columns))
+
+    def heads_of(self, parameter: Tensor) -> Tensor:
+        """View of a weight or bias `[places, rows of a head, ...]`."""
+        size = self.head_dim if self.block is None else self.block.size
+        blocks: Tensor = parameter.unflatten(0, (-1, size))
+        return blocks if self.block is None else blocks.narrow(1, self.block.rows.start, len(self.block.rows))
+
     def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
-        """`[B, L, E]` -> `[B, L, heads, D]`."""
+        """`[B, L, E]` -> `[B, L, heads, projected size]`."""
+        x = self.columns_of(x)
         bias = self._rows(self.bias, heads, x.dtype) if self.bias is not None else None
         weight = self._rows(self.weight, heads, x.dtype)
         if x.shape[0] == 1:  # some rows of a batch of one would be taken for a batched product
             projected = torch.nn.functional.linear(x[0], weight, bias)[None]
         else:
             projected = torch.nn.functional.linear(x, weight, bias)
-        by_head: Tensor = projected.unflatten(2, (-1, self.head_dim))
+        by_head: Tensor = projected.unflatten(2, (-1, self.projected_dim))
         return by_head
 
     def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
         """The rows of a weight or bias that make `heads`, in the computing precision."""
-        by_head = parameter.unflatten(0, (-1, self.head_dim))
-        return take_heads(by_head, self.placed(heads), 0).flatten(0, 1).to(dtype)
+        return take_heads(self.heads_of(parameter), self.placed(heads), 0).flatten(0, 1).to(dtype)
+
+    def rows_of_x(self, heads: HeadRows, x: Tensor) -> Tensor:
+        """The rows of the weight that make `heads`, over all of x's columns: zero where this reads none."""
+        rows = self._rows(self.weight, heads, x.dtype)
+        if self.columns is None:
+            return rows
+        return torch.nn.functional.pad(rows, (self.columns.start, x.shape[2] - self.columns.stop))
 
 
 @dataclass
@@ -298,24 +345,24 @@ class ProjectionGradient:
         by_token = grad.flatten(0, 1).flatten(1, 2)
         dtype = x.dtype if rows is None else torch.promote_types(x.dtype, torch.float32)
         if self.weight is not None:
-            self._weight_rows.add_(product(by_token.t(), x.flatten(0, 1), dtype))
+            self._weight_rows.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
         if self.bias is not None:
             self._bias_rows.add_(by_token.sum(0, dtype=dtype))
         if rows is None:
             self.end_blocks(chunk)
-        return by_token, projection._rows(projection.weight, heads, x.dtype)
+        return by_token, projection.rows_of_x(heads, x)
 
     def end_blocks(self, chunk: HeadChunk) -> None:
         """Add what was collected for the chunk to the weight and bias gradients."""
         for total, collected in ((self.weight, self._weight_rows), (self.bias, self._bias_rows)):
             if total is not None:
                 placed = self.projection.placed(chunk.distinct)
-                _add_head_rows(total, collected.take(), placed, self.projection.head_dim)
+                _add_head_rows(self.projection.heads_of(total), collected.take(), placed)
 
     def _grad_of_projected(
         self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk, rows: slice | None
     ) -> Tensor:
-        """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, D]`."""
+        """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, projected size]`."""
         C, L, B, n, D = received.shape
         grad = received.new_empty(B, L, C * n, D)
         if projection.rotary is None:
@@ -438,13 +485,12 @@ class OutputProjection:
 
     def add_rows(self, total: Tensor, rows: Tensor, head_dim: int, chunk: HeadChunk) -> None:
         """Add such rows to the weight's gradient `total` `[Y, H * Dv]`."""
-        _add_head_rows(total.t(), rows, chunk.by_rank, head_dim)
+        _add_head_rows(self.by_head(head_dim).heads_of(total.t()), rows, chunk.by_rank)
 
 
-def _add_head_rows(total: Tensor, rows: Tensor, heads: HeadRows, head_dim: int) -> None:
-    """Add `rows` `[heads * D, ...]` of a weight or bias gradient to `total` `[N * D, ...]` where `heads` are."""
-    split = rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), head_dim))
-    add_heads(total.unflatten(0, (-1, head_dim)), heads, 0, split)
+def _add_head_rows(total: Tensor, rows: Tensor, heads: HeadRows) -> None:
+    """Add `rows` `[heads * D, ...]` of a weight or bias gradient to `total` `[N, D, ...]` where `heads` are."""
+    add_heads(total, heads, 0, rows.to(total.dtype).unflatten(0, (len(heads), len(heads[0]), -1)))
 
 
 def _by_token(received: Tensor) -> Tensor:

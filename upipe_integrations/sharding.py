@@ -42,19 +42,30 @@ def shard_batch(batch: Mapping[str, Tensor], group: Group, layout: Layout | None
     """This rank's shard of a batch that every rank of `group` holds whole.
 
     Every tensor is `[B, S, ...]` and is dealt along S in `layout` (None is contiguous). Global
-    ``position_ids`` are added where there are none. ``labels`` become ``shift_labels`` (targets already
-    shifted, across shards too): pass them to :func:`mean_token_loss`, not to the model, which would shift
-    them again. Where ``position_ids`` restart, a new document begins: no token is trained on the next
-    document's first.
+    ``position_ids`` are added where there are none; of several components per token they are `[4, B, S]`, the
+    plain ones first. What else a vision-language model takes is not dealt, see :func:`shard_features`.
+    ``labels`` become ``shift_labels`` (targets already shifted, across shards too): pass them to
+    :func:`mean_token_loss`, not to the model, which would shift them again. Where ``position_ids`` restart, a new
+    document begins: no token is trained on the next document's first.
 
     Raises:
-        ValueError: S does not fit the layout on the ranks, tensors differ in S, or the ranks hold different
-            batches; on every rank alike.
+        ValueError: S does not fit the layout on the ranks, tensors differ in S, position_ids have components without
+            plain ones, or the ranks hold different batches; on every rank alike.
     """
     layout = layout or Layout()
     C, rank = group_ranks(group), group_rank(group)
     _check_same_batch(batch, group)
-    lengths = {name: t.shape[1] for name, t in batch.items()}
+    plain = batch.get("position_ids")
+    if plain is not None and plain.dim() == 3:
+        if plain.shape[0] != _WITH_COMPONENTS:
+            raise ValueError(
+                f"position_ids of shape {tuple(plain.shape)}: must be [batch, sequence], or "
+                f"[{_WITH_COMPONENTS}, batch, sequence]: plain positions, which tell documents apart, and then the "
+                "model's own three components."
+            )
+        plain = plain[0]
+    dims = {name: 2 if name == "position_ids" and t.dim() == 3 else 1 for name, t in batch.items()}
+    lengths = {name: t.shape[dims[name]] for name, t in batch.items()}
     S = next(iter(lengths.values()))
     if len(set(lengths.values())) > 1:
         raise ValueError(
@@ -63,13 +74,48 @@ def shard_batch(batch: Mapping[str, Tensor], group: Group, layout: Layout | None
     layout.check(S, C)
     whole = dict(batch)
     first = next(iter(whole.values()))
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(S, device=first.device).expand(first.shape[0], S)
+    if plain is None:
+        plain = whole["position_ids"] = torch.arange(S, device=first.device).expand(first.shape[0], S)
     if "labels" in whole:
         shifted = shift_labels(whole.pop("labels"))
-        begins = _begins_document(whole["position_ids"])[:, 1:]
+        begins = _begins_document(plain)[:, 1:]
         whole["shift_labels"] = shifted.masked_fill(F.pad(begins, (0, 1)), IGNORED)
-    return {name: layout.deal(t, 1, rank, C) for name, t in whole.items()}
+    return {name: layout.deal(t, dims.get(name, 1), rank, C) for name, t in whole.items()}
+
+
+_WITH_COMPONENTS = 4
+"""Components of position_ids that have three of their own, as vision-language models' do."""
+
+
+def shard_features(
+    features: Tensor, input_ids: Tensor, placeholder: int, group: Group, layout: Layout | None = None
+) -> Tensor:
+    """This rank's rows of what an encoder made of images, which every rank encodes whole.
+
+    Gradients of the encoder's parameters on the ranks then add up to those of one process, as all others do.
+
+    Args:
+        features: `[N, E]`, a row for each placeholder in the batch, in order.
+        input_ids: `[B, S]`, the batch that every rank holds whole.
+        placeholder: the token that stands for a row of features.
+        layout: how :func:`shard_batch` dealt the batch.
+
+    Returns:
+        `[n, E]`, the rows for the placeholders in this rank's shard of `input_ids`.
+
+    Raises:
+        ValueError: there are not N placeholders.
+    """
+    there = input_ids == placeholder
+    numbers = (there.flatten().cumsum(0) - 1).view_as(there)
+    if int(there.sum()) != features.shape[0]:
+        raise ValueError(
+            f"features of shape {tuple(features.shape)} for {int(there.sum())} tokens {placeholder} in input_ids of "
+            f"shape {tuple(input_ids.shape)}: must have a row for each. Pass input_ids of the whole batch, not a shard."
+        )
+    layout, C, rank = layout or Layout(), group_ranks(group), group_rank(group)
+    mine: Tensor = layout.deal(numbers, 1, rank, C)[layout.deal(there, 1, rank, C)]
+    return features[mine]
 
 
 def documents_from_positions(

@@ -1,0 +1,58 @@
+"""Vision towers under ALST, which registers itself as the attention function of every module of Transformers.
+
+A vision tower attends whole images on every rank, so it must not exchange anything: while one of its attention modules
+runs, the function that ALST wraps is registered in ALST's place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+def registered_ulysses(attention: Any) -> Any:
+    """ALST's attention, if that is what Transformers calls for the module `attention`; else None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
+    return inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
+
+
+def attend_locally(attention: nn.Module) -> bool:
+    """Keep ALST out of a vision tower's attention module, by a forward of its own; whether that was needed."""
+    ulysses = registered_ulysses(attention)
+    if ulysses is None:
+        return False
+    local = _WithFunction(attention.config._attn_implementation, ulysses.attn)  # type: ignore[union-attr]
+    attention.forward = types.MethodType(local, attention)  # type: ignore[method-assign]
+    return True
+
+
+@dataclass(frozen=True)
+class _WithFunction:
+    """A module's forward while another function is registered."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _registered(self.name, self.function):
+            return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def _registered(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[name]
+    ALL_ATTENTION_FUNCTIONS[name] = function
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = before
