@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upipe_integrations import AttentionSpec, Mode, RotateHalf
+from deepspeed_plugin.adapters import ReadLayer, active_adapters, plain_layer, read_parameters, why_not_readable
+from upipe_integrations import AttentionSpec, Mode, Projection, RotateHalf
 
 
 def _always(module: Any) -> bool:
@@ -218,14 +219,19 @@ class AttentionFacts:
         """What the layer computes."""
         return AttentionSpec(scale=self.scale, window=self.window, softcap=self.softcap, documents=documents)
 
-    def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None, tuple[int, ...] | None]]:
-        """Weight and bias of q, k and v, and where their heads are in them (``Projection.places``)."""
-        if self.family.fused is None:
-            linears = [getattr(module, name) for name in self.family.inputs]
-            return [(linear.weight, linear.bias, None) for linear in linears]
-        linear = getattr(module, self.family.fused)
-        ends = [0, *itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))]
-        return [(linear.weight, linear.bias, tuple(range(first, end))) for first, end in itertools.pairwise(ends)]
+    def projections(self, module: nn.Module, low_rank_inputs: dict[str, Tensor]) -> list[Projection]:
+        """Weights of q, k and v, with the adapters of those layers (by name) that `low_rank_inputs` has."""
+        inputs = self.family.inputs
+        read = [ReadLayer.of(getattr(module, name), low_rank_inputs.get(name)) for name in inputs]
+        places: list[tuple[int, ...] | None] = [None] * 3
+        if self.family.fused is not None:
+            ends = [0, *itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))]
+            places = [tuple(range(first, end)) for first, end in itertools.pairwise(ends)]
+            read *= 3
+        return [
+            Projection(layer.weight, self.head_dim, layer.bias, places=where, low_rank=layer.low_rank)
+            for layer, where in zip(read, places, strict=True)
+        ]
 
     def finish(self, module: nn.Module, x: Tensor, attended: Tensor, mode: Mode) -> Tensor:
         """The module's output from what was attended (where `mode` fuses it: from what was projected)."""
@@ -334,7 +340,7 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
             "can't be inside the stage loop. Set upipe.memory to 'recompute'."
         )
     if family.fused is None:
-        heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
+        heads, kv_heads = (plain_layer(getattr(module, p)).out_features // head_dim for p in ("q_proj", "k_proj"))
     else:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     for norm, of_all in zip(family.norms, (heads, kv_heads), strict=True):
@@ -347,7 +353,7 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        hidden_size=getattr(module, family.inputs[0]).in_features,
+        hidden_size=plain_layer(getattr(module, family.inputs[0])).in_features,
         scale=any_module.scaling,
         window=int(window) if window else None,
         softcap=None if family.softcap is None else getattr(module, family.softcap),
@@ -368,30 +374,33 @@ def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
 
 
 def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
-    """Raise ValueError unless the projections that are read directly are plain linear layers.
+    """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.adapters` can read.
 
-    An adapter (LoRA) keeps the base weight under the same name, so reading it would silently skip the
-    adapter; a quantised weight is not the matrix. The output projection is read only where `mode` fuses it.
+    The output projection is read only where `mode` fuses it.
     """
     for projection in family.projections(mode):
-        layer = getattr(module, projection)
-        if type(layer) is not nn.Linear:
-            other = ", or set upipe.memory to 'recompute'" if projection == family.output else ""
+        layer, of_output = getattr(module, projection), projection == family.output
+        reason = why_not_readable(projection, layer)
+        if reason is None and of_output and active_adapters(layer):
+            reason = f"has an adapter, which has no place in the stage loop of upipe.memory = {mode.memory!r}. Merge it"
+        if reason is not None:
+            other = ", or set upipe.memory to 'recompute'" if of_output else ""
+            raise ValueError(f"upipe: {where}.{projection} {reason}{other}, or remove the 'upipe' key.")
+    for name in family.norms:
+        norm = getattr(module, name, None)
+        if norm is not None and any("." in inner for inner, _ in norm.named_parameters()):
             raise ValueError(
-                f"upipe: {where}.{projection} is a {type(layer).__module__}.{type(layer).__qualname__}, not a plain "
-                "torch.nn.Linear: adapters and quantised projections are not supported yet. Merge the "
-                f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
-            )
-        if not layer.weight.is_floating_point() or layer.weight.dtype.itemsize < 2:
-            raise ValueError(
-                f"upipe: {where}.{projection} has weights of {layer.weight.dtype}: quantised weights are not supported "
-                "yet. Load the model in float32, bfloat16 or float16, or remove the 'upipe' key."
+                f"upipe: {where}.{name} is a {type(norm).__module__}.{type(norm).__qualname__} with modules inside: "
+                "adapters of norms are not supported yet. Leave it out of target modules and modules_to_save, or "
+                "remove the 'upipe' key."
             )
 
 
 def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.Parameter]:
     """The parameters of other modules that a staged attention reads."""
-    for name in (*family.projections(mode), *family.norms):
+    for name in family.projections(mode):
+        yield from read_parameters(getattr(module, name))
+    for name in family.norms:
         inner = getattr(module, name, None)
         if inner is not None:
             yield from inner.parameters(recurse=False)
