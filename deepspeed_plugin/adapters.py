@@ -69,6 +69,8 @@ def why_not_readable(name: str, layer: Any) -> str | None:
             )
         if type(layer.lora_B[adapter]) is not nn.Linear:
             return f"has the adapter {adapter!r} whose B is a {_name(layer.lora_B[adapter])}. {remedy}"
+    if "forward" in vars(layer):  # as X-LoRA does
+        return f"is LoRA with a forward that was put in its place. {remedy}"
     if any(_of_peft(hook) for hook in layer._forward_pre_hooks.values()):
         return (
             "was called with adapters by sample (adapter_names) or by token (alora_offsets), which are not supported. "
@@ -99,6 +101,20 @@ def _of_peft(hook: Any) -> bool:
     """Whether PEFT put the hook there, as it does to change a LoRA layer's arguments for one call."""
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).split(".")[0] == "peft"
+
+
+def check_prompts(model: nn.Module) -> None:
+    """Raise ValueError where PEFT puts trained tokens, or keys and values, in front of what it is given."""
+    peft_model = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    for module in model.modules():
+        if peft_model is not None and isinstance(module, peft_model):
+            config: Any = module.active_peft_config
+            if config.is_prompt_learning:
+                raise ValueError(
+                    f"upipe: {type(module).__name__}: {getattr(config.peft_type, 'value', config.peft_type)} puts "
+                    "virtual tokens in front of every rank's shard, where they belong in front of the sequence. Use "
+                    "LoRA, or remove the 'upipe' key."
+                )
 
 
 def low_rank_input(layer: Any, x: Tensor) -> Tensor | None:
