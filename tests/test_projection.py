@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torch.utils.flop_counter import FlopCounterMode
+
 from tests.engine import per_head_norm, relative_errors, spec_of
 from tests.ranks import run_ranks
 from tests.reference import Layer, attend, make_layer, reference
@@ -27,6 +29,7 @@ from upipe_integrations import (
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS
+from upipe_integrations.measure import LiveMemory
 
 D = 8
 
@@ -321,6 +324,36 @@ def test_a_low_rank_term_keeps_its_own_precision(memory):
     for got, want in ((a.grad, dout.float() @ b), (b.grad, dout[0].float().T @ a[0])):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want.detach().reshape(got.shape), rtol=1e-5, atol=1e-5)
+
+
+def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
+    """(products, bytes at the peak) of a layer's backward; its low-rank term is trained."""
+    E = 20
+    q, k, v = (torch.randn(4 * D, E, requires_grad=not frozen) for _ in "qkv")
+    wo = torch.randn(E, 4 * D, requires_grad=not frozen)
+    x, b = torch.randn(1, 8, E, requires_grad=True), torch.randn(4 * D, R, requires_grad=True)
+    out = upipe_attention(
+        x,
+        AttentionProjections(Projection(q, D, low_rank=LowRank(x[..., :R], b)), Projection(k, D), Projection(v, D)),
+        Schedule.build(heads=4, kv_heads=4, ranks=1, chunk_heads=1),
+        None,
+        KERNELS["math"],
+        output=OutputProjection(wo) if mode.fuses_output else None,
+        mode=mode,
+    )
+    with FlopCounterMode(display=False) as products, LiveMemory() as live:
+        out.backward(torch.randn_like(out))
+    assert bool(x.grad.any()) and bool(b.grad.any()) and (q.grad is None) == frozen
+    return products.get_total_flops(), live.peak
+
+
+@pytest.mark.parametrize("memory", list(MODES))
+def test_a_frozen_weight_costs_no_gradient(memory):
+    """Neither the product nor the memory."""
+    trained, frozen = (_backward_of(MODES[memory], frozen) for frozen in (False, True))
+    weights = 4 if MODES[memory].fuses_output else 3
+    assert trained[0] - frozen[0] == weights * 2 * 8 * 20 * 4 * D
+    assert trained[1] - frozen[1] >= weights * 4 * D * 20 * 4
 
 
 @pytest.mark.parametrize(

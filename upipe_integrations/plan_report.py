@@ -50,6 +50,7 @@ def describe(setup: Setup) -> str:
     said.append({"none": "no checkpointing"}.get(setup.checkpointing, f"{setup.checkpointing} checkpointing"))
     said += [f"{what} offloaded" for what in setup.offload]
     said += [name for name, on in (("tiled MLP", setup.tiled_mlp), ("tiled loss", setup.tiled_loss)) if on]
+    said += [f"LoRA of rank {setup.lora_rank}"] if setup.lora_rank else []
     return ", ".join(said)
 
 
@@ -164,6 +165,8 @@ def deepspeed_notes(setup: Setup) -> list[str]:
         return ["(sized by Megatron's accounting: plan with --host deepspeed)"]
     kept = setup.checkpointing == "selective"
     said = []
+    if setup.lora_rank:
+        said.append(f"PEFT's LoRA, r={setup.lora_rank}, on all linear layers (without o_proj in fused and blocks)")
     if setup.checkpointing != "none":
         said.append(f"deepspeed_plugin.enable_checkpointing(engine.module, keep_attention={kept})")
     if "activations" in setup.offload:
