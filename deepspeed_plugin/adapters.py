@@ -76,7 +76,7 @@ def why_not_readable(name: str, layer: Any) -> str | None:
             "was called with adapters by sample (adapter_names) or by token (alora_offsets), which are not supported. "
             "Use set_adapter"
         )
-    if layer.disable_adapters and layer.merged and hasattr(layer.base_layer.weight, "ds_id"):
+    if layer.disable_adapters and layer.merged and hasattr(_weight(layer.base_layer), "ds_id"):
         return (
             "has merged adapters that are disabled, and ZeRO-3 has its weight in parts, from which PEFT can't take "
             "them. Call unmerge_adapter() under deepspeed.zero.GatheredParameters(..., modifier_rank=0) before"
@@ -84,11 +84,17 @@ def why_not_readable(name: str, layer: Any) -> str | None:
     return _why_not_weight(layer.base_layer)
 
 
+def _weight(layer: nn.Linear) -> nn.Parameter:
+    """Its weight as it lies there: under ZeRO-3 the attribute would gather it, and for the module that runs now."""
+    return next(layer.parameters(recurse=False))
+
+
 def _why_not_weight(layer: nn.Linear) -> str | None:
-    if layer.weight.is_floating_point() and layer.weight.dtype.itemsize >= 2:
+    dtype = _weight(layer).dtype
+    if dtype.is_floating_point and dtype.itemsize >= 2:
         return None
     return (
-        f"has weights of {layer.weight.dtype}: quantised weights are not supported yet. Load the model in float32, "
+        f"has weights of {dtype}: quantised weights are not supported yet. Load the model in float32, "
         "bfloat16 or float16"
     )
 
@@ -127,8 +133,8 @@ def low_rank_input(layer: Any, x: Tensor) -> Tensor | None:
     parts = []
     for name in active_adapters(layer):
         A = layer.lora_A[name]
-        cast = getattr(layer, "cast_input_dtype_enabled", True)
-        parts.append(A(layer.lora_dropout[name](x.to(A.weight.dtype) if cast else x)) * layer.scaling[name])
+        cast = x.to(_weight(A).dtype) if getattr(layer, "cast_input_dtype_enabled", True) else x
+        parts.append(A(layer.lora_dropout[name](cast)) * layer.scaling[name])
     return _side_by_side(parts) if parts else None
 
 

@@ -35,7 +35,9 @@ def with_lora(model: torch.nn.Module, targets: str, **options: Any) -> torch.nn.
     return shaken(get_peft_model(model, LoraConfig(target_modules=_modules(targets), **options)))
 
 
-def _modules(targets: str) -> list[str]:
+def _modules(targets: str) -> str | list[str]:
+    if targets == "all-linear":
+        return targets
     return [targets] if "_" in targets else [f"{letter}_proj" for letter in targets]
 
 

@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine import per_head_norm, relative_errors, spec_of
