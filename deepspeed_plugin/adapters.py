@@ -27,7 +27,7 @@ def _lora_class() -> type | None:
 
 
 def _is_lora(layer: nn.Module) -> bool:
-    return type(layer) is _lora_class()
+    return type(layer) is not nn.Linear and type(layer) is _lora_class()
 
 
 def plain_layer(layer: Any) -> nn.Linear:

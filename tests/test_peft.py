@@ -103,13 +103,21 @@ def _errors_of_subsets() -> dict[tuple, float]:
         wanted = single_process(model, batch)
         attached(model, 4, dist.group.WORLD, memory=memory)
         errors[number, "qkv", "phi3", memory] = max(worst(sharded(model, batch, dist.group.WORLD), wanted).values())
+    # Anything else where UPipe does not read.
+    from peft import IA3Config, get_peft_model
+
+    ia3 = IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(exact_norms(FAMILIES["qwen3"]()), ia3)
+    wanted = single_process(model, batch)
+    attached(model, 4, dist.group.WORLD)
+    errors[0, "MLP", "ia3", "keep"] = max(worst(sharded(model, batch, dist.group.WORLD), wanted).values())
     return errors
 
 
 def test_lora_on_any_projections_equals_the_unpatched_model():
     """Public fault 20: output, loss and every gradient that PEFT trains, and no other."""
     for errors in run_ranks(2, _errors_of_subsets):
-        assert len(errors) == 2 * len(SUBSETS) + 4
+        assert len(errors) == 2 * len(SUBSETS) + 4 + 1
         assert {memory for *_, memory in errors} == {"keep", "recompute", "fused", "blocks"}
         assert {case: error for case, error in errors.items() if error > 1e-10} == {}
 
