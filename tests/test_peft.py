@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,9 @@ def _stages() -> dict[str, float]:
     ]:
         wanted = single_process(with_lora(make_model("llama"), targets, **options), batch)
         del wanted["logits"]
+        engine = lora_engine(1, {}, targets, **options)
+        errors[f"{targets}, ulysses"] = max(worst(lora_step(engine, batch), wanted).values())
+        engine.destroy()
         for stage, (memory, how) in itertools.product((0, 1, 2, 3), cases):
             settings = {"upipe": {"chunk_heads": 4, "memory": memory}}
             engine = lora_engine(stage, settings, targets, **options)
@@ -281,9 +285,11 @@ def _stages() -> dict[str, float]:
 def test_lora_at_every_zero_stage_is_one_process():
     """Gradients of the adapters alone, with every kind of checkpointing; ZeRO-3 has all parameters in parts again."""
     for errors in run_ranks(2, _stages):
-        assert len(errors) == 2 * 4 * 3
-        # float32 with sums in another order, as in test_deepspeed.
-        assert {case: error for case, error in errors.items() if error > 5e-6} == {}
+        assert len(errors) == 2 * (1 + 4 * 3)
+        ulysses = {targets: errors.pop(f"{targets}, ulysses") for targets in ("qkvo", "qv")}
+        # float32 with sums in another order: as far from one process as plain ALST is, up to rounding.
+        wrong = {case: error for case, error in errors.items() if error > 2 * ulysses[case.split(",")[0]]}
+        assert wrong == {} and max(ulysses.values()) < 2e-5, (wrong, ulysses)
 
 
 def _alive_in_backward() -> list[int]:
@@ -343,7 +349,35 @@ def test_lora_dropout_is_what_ulysses_draws():
     """And drawn again in the recomputation under checkpointing of every kind."""
     for errors in run_ranks(2, _dropout):
         assert len(errors) == 8
-        assert {case: error for case, error in errors.items() if error > 5e-6} == {}
+        # float32 with sums in another order, each of the two as far from the truth as in the test above.
+        assert {case: error for case, error in errors.items() if error > 3e-5} == {}
+
+
+# ---------------------------------------------------------------- Trainer
+
+
+def _trained(folder: str) -> dict[str, Any]:
+    """The Trainer's history without the key and with it, dropout and all, and what it saved."""
+    from tests.test_trainer import history, make_trainer
+
+    found: dict[str, Any] = {}
+    for name, extra in {"ulysses": {}, "upipe": UPIPE}.items():
+        model = with_lora(make_model("llama"), "qkvo", lora_dropout=0.2)
+        trainer = make_trainer(3, extra, Path(folder) / name, model)
+        trainer.train()
+        assert (trainer.model_wrapped.upipe is not None) == bool(extra)
+        found[name] = history(trainer)
+    found["files"] = [path.name for path in (Path(folder) / "upipe" / "checkpoint-4").iterdir()]
+    forget_ulysses()
+    return found
+
+
+def test_the_trainer_trains_and_saves_adapters(tmp_path):
+    pytest.importorskip("accelerate")
+    for found in run_ranks(2, _trained, str(tmp_path)):
+        assert len(found["upipe"]) == 2 * 4 + 3  # losses and norms, and evaluations
+        assert found["upipe"] == pytest.approx(found["ulysses"], rel=1e-4)
+        assert "adapter_model.safetensors" in found["files"] and "model.safetensors" not in found["files"]
 
 
 # ---------------------------------------------------------------- refusals

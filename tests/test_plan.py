@@ -22,6 +22,7 @@ from upipe_integrations import cli
 from upipe_integrations import plan as plan_module
 from upipe_integrations.models import PRESETS, Model, find_model
 from upipe_integrations.plan import Method, Plan, Setup
+from upipe_integrations.plan_report import as_dict
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 M = 1 << 20
@@ -113,7 +114,11 @@ def test_lora_trains_adapters_alone():
     # `[L, 16]` of q, k and v, and its gradient in float32; gathered: two layers, or the output layer, no gradients.
     assert lora.attention - whole.attention == pytest.approx(3 * (2 + 4) * 16 * M / 8 / 2**30)
     assert whole.workspace - lora.workspace == pytest.approx(2 * 128256 * 4096 / 2**30)
-    longest = _longest(Plan(PRESETS["llama3-8b"], Setup(8, 80, lora_rank=16, **PAPER)))
+    plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, lora_rank=16, **PAPER))
+    recommended = as_dict(plan, [5 * M])["recommended"]
+    assert recommended["ds_config"] and recommended["megatron"] is None
+    assert "PEFT's LoRA, r=16, on all linear layers" in recommended["notes"]["deepspeed"][0]
+    longest = _longest(plan)
     assert 6 * M < longest["UPipe keep, U=8"] < 7 * M
 
 
