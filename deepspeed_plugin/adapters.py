@@ -51,12 +51,12 @@ def why_not_readable(name: str, layer: Any) -> str | None:
     if not _is_lora(layer):
         return (
             f"is a {_name(layer)}, not a plain torch.nn.Linear or PEFT's LoRA of one: other adapters and quantised "
-            f"projections are not supported yet. {remedy}"
+            f"projections are not supported yet. {remedy}, load quantised weights in bfloat16"
         )
     if type(layer.base_layer) is not nn.Linear:
         return (
             f"is LoRA of a {_name(layer.base_layer)}, not of a plain torch.nn.Linear: adapters of adapters and of "
-            f"quantised projections are not supported yet. {remedy}"
+            f"quantised projections are not supported yet. {remedy}, load quantised weights in bfloat16"
         )
     if not hasattr(layer, "lora_variant"):
         return "is LoRA of a PEFT that does not say what kind an adapter is of. Install peft 0.16 or newer"

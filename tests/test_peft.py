@@ -257,16 +257,15 @@ def _stages() -> dict[str, float]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     batch, errors = make_batch(seq=32), {}
-    forget_ulysses()
     for targets, options, cases in [
         ("qkvo", {}, [("keep", "none"), ("recompute", "reentrant"), ("keep", "selective")]),
         ("qv", {"bias": "lora_only"}, [("fused", "non-reentrant"), ("blocks", "none"), ("fused", "selective")]),
     ]:
-        wanted = single_process(with_lora(make_model("llama"), targets, **options), batch)
+        forget_ulysses()
+        model = with_lora(make_model("llama"), targets, **options)
+        plain, wanted = single_process(model, batch), single_process(model.double(), batch)
+        errors[f"{targets}, unpatched"] = max(worst(plain, wanted).values())
         del wanted["logits"]
-        engine = lora_engine(1, {}, targets, **options)
-        errors[f"{targets}, ulysses"] = max(worst(lora_step(engine, batch), wanted).values())
-        engine.destroy()
         for stage, (memory, how) in itertools.product((0, 1, 2, 3), cases):
             settings = {"upipe": {"chunk_heads": 4, "memory": memory}}
             engine = lora_engine(stage, settings, targets, **options)
@@ -286,10 +285,10 @@ def test_lora_at_every_zero_stage_is_one_process():
     """Gradients of the adapters alone, with every kind of checkpointing; ZeRO-3 has all parameters in parts again."""
     for errors in run_ranks(2, _stages):
         assert len(errors) == 2 * (1 + 4 * 3)
-        ulysses = {targets: errors.pop(f"{targets}, ulysses") for targets in ("qkvo", "qv")}
-        # float32 with sums in another order: as far from one process as plain ALST is, up to rounding.
-        wrong = {case: error for case, error in errors.items() if error > 2 * ulysses[case.split(",")[0]]}
-        assert wrong == {} and max(ulysses.values()) < 2e-5, (wrong, ulysses)
+        unpatched = {targets: errors.pop(f"{targets}, unpatched") for targets in ("qkvo", "qv")}
+        assert max(unpatched.values()) < 3e-5
+        # As far from float64 as the unpatched model in float32 is; sums are in another order.
+        assert {case: error for case, error in errors.items() if error > 2 * unpatched[case.split(",")[0]]} == {}
 
 
 def _alive_in_backward() -> list[int]:
@@ -349,7 +348,7 @@ def test_lora_dropout_is_what_ulysses_draws():
     """And drawn again in the recomputation under checkpointing of every kind."""
     for errors in run_ranks(2, _dropout):
         assert len(errors) == 8
-        # float32 with sums in another order, each of the two as far from the truth as in the test above.
+        # float32 with sums in another order, each of the two as far from float64 as in the test above.
         assert {case: error for case, error in errors.items() if error > 3e-5} == {}
 
 

@@ -531,7 +531,7 @@ def _with_output(match: re.Match) -> str:
 def test_the_page_shows_what_the_commands_print():
     page = PAGE.read_text()
     written = re.sub(r"```console\n\$ (upipe plan .*)\n(?:.*\n)*?```", _with_output, page)
-    assert written.count("$ upipe plan") == 6
+    assert written.count("$ upipe plan") == 7
     if os.environ.get("UPIPE_WRITE_DOCS"):
         PAGE.write_text(written)
     assert PAGE.read_text() == written, "run UPIPE_WRITE_DOCS=1 pytest tests/test_plan.py and commit docs/plan.md"
