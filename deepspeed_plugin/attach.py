@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_plugin.adapters import check_prompts
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
@@ -85,6 +86,7 @@ def attach(
         ValueError: the settings, the model and the group do not fit, or UPipe is attached already. Nothing
             has been changed then.
     """
+    check_prompts(model)
     layers = find_attention(model)
     if any(hasattr(module, CHILD) for module in layers.values()):
         raise ValueError("upipe: this model has UPipe already. Call undo() on its attachment (engine.upipe) first.")

@@ -10,16 +10,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.adapters import ReadLayer, active_adapters, plain_layer, read_parameters, why_not_readable
 from deepspeed_plugin.latent import Latent, latent_inputs
 from deepspeed_plugin.rotary import ModuleRotary
-from upipe_integrations import AttentionSpec, KernelRequest, Mode, RotateHalf
+from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf
 
 
 def _always(module: Any) -> bool:
@@ -286,14 +287,20 @@ class AttentionFacts:
         """What the layer's kernel must serve."""
         return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks)
 
-    def weights(self, module: nn.Module) -> list[tuple[Tensor, Tensor | None, tuple[int, ...] | None]]:
-        """Weight and bias of q, k and v, and where their heads are in them (``Projection.places``)."""
-        linears = [getattr(module, name) for name in self.family.inputs(module)]
-        if self.family.fused is None:
-            return [(linear.weight, linear.bias, None) for linear in linears]
-        (linear,) = linears
-        places = self._grouped_places() if self.family.grouped else self._consecutive_places()
-        return [(linear.weight, linear.bias, tuple(of_heads)) for of_heads in places]
+    def projections(self, module: nn.Module, low_rank_inputs: dict[str, Tensor]) -> list[Projection]:
+        """Weights of q, k and v, with the adapters of those layers (by name) that `low_rank_inputs` has."""
+        read = [ReadLayer.of(getattr(module, name), low_rank_inputs.get(name)) for name in self.family.inputs(module)]
+        places: Iterable[Iterable[int] | None] = [None] * 3
+        if self.family.fused is not None:
+            read *= 3
+            places = self._grouped_places() if self.family.grouped else self._consecutive_places()
+        sizes = (self.head_dim, self.head_dim, self.value_dim)
+        return [
+            Projection(
+                layer.weight, size, layer.bias, places=None if of is None else tuple(of), low_rank=layer.low_rank
+            )
+            for layer, size, of in zip(read, sizes, places, strict=True)
+        ]
 
     def _consecutive_places(self) -> list[range]:
         """Where the heads of q, k and v are in a fused weight: all of one after all of the other."""
@@ -462,10 +469,10 @@ def _head_counts(module: Any, family: Family, head_dim: int) -> tuple[int, int]:
     if family.latent is not None:
         return module.num_heads, module.num_heads
     if family.fused is None:
-        heads, kv_heads = (getattr(module, p).out_features // head_dim for p in ("q_proj", "k_proj"))
+        heads, kv_heads = (plain_layer(getattr(module, p)).out_features // head_dim for p in ("q_proj", "k_proj"))
         return heads, kv_heads
     heads = module.config.num_attention_heads
-    return heads, (getattr(module, family.fused).out_features // head_dim - heads) // 2
+    return heads, (plain_layer(getattr(module, family.fused)).out_features // head_dim - heads) // 2
 
 
 def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
@@ -479,35 +486,39 @@ def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
             )
 
 
-# Linear layers by another name.
-_LINEAR_TOO = {"transformers.models.falcon.modeling_falcon.FalconLinear"}
-
-
 def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
-    """Raise ValueError unless the projections that are read directly are plain linear layers.
+    """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.adapters` can read.
 
-    An adapter (LoRA) keeps the base weight under the same name, so reading it would silently skip the
-    adapter; a quantised weight is not the matrix. The output projection is read only where `mode` fuses it.
+    The output projection is read only where `mode` fuses it.
     """
     for projection in family.projections(module, mode):
-        layer = getattr(module, projection)
-        if type(layer) is not nn.Linear and _class_name(layer) not in _LINEAR_TOO:
-            other = ", or set upipe.memory to 'recompute'" if projection == family.output else ""
-            raise ValueError(
-                f"upipe: {where}.{projection} is a {_class_name(layer)}, not a plain "
-                "torch.nn.Linear: adapters and quantised projections are not supported yet. Merge the "
-                f"adapter, leave {projection} out of its target modules{other}, or remove the 'upipe' key."
+        layer, of_output = getattr(module, projection), projection == family.output
+        reason = why_not_readable(projection, layer)
+        if reason is None and of_output and active_adapters(layer):
+            reason = f"has an adapter, which has no place in the stage loop of upipe.memory = {mode.memory!r}. Merge it"
+        if reason is None and family.latent is not None and active_adapters(layer):
+            reason = (
+                "has an adapter, and makes heads of latents: not supported yet together. Merge it, leave "
+                f"{projection} out of its target modules"
             )
-        if not layer.weight.is_floating_point() or layer.weight.dtype.itemsize < 2:
+        if reason is not None:
+            other = ", or set upipe.memory to 'recompute'" if of_output else ""
+            raise ValueError(f"upipe: {where}.{projection} {reason}{other}, or remove the 'upipe' key.")
+    for name in family.norms:
+        norm = getattr(module, name, None)
+        if norm is not None and any("." in inner for inner, _ in norm.named_parameters()):
             raise ValueError(
-                f"upipe: {where}.{projection} has weights of {layer.weight.dtype}: quantised weights are not supported "
-                "yet. Load the model in float32, bfloat16 or float16, or remove the 'upipe' key."
+                f"upipe: {where}.{name} is a {_class_name(norm)} with modules inside: "
+                "adapters of norms are not supported yet. Leave it out of target modules and modules_to_save, or "
+                "remove the 'upipe' key."
             )
 
 
 def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.Parameter]:
     """The parameters of other modules that a staged attention reads."""
-    for name in (*family.projections(module, mode), *family.norms):
+    for name in family.projections(module, mode):
+        yield from read_parameters(getattr(module, name))
+    for name in family.norms:
         inner = getattr(module, name, None)
         if inner is not None:
             yield from inner.parameters(recurse=False)

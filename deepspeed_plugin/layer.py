@@ -4,6 +4,7 @@ Parameters keep their names and places, so checkpoints do not change. The engine
 ``q_proj``, ``k_proj`` and ``v_proj`` directly, which bypasses those modules' hooks; under ZeRO-3 they are
 therefore registered as external parameters of :class:`StagedAttention`, which is called with positional
 tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered for one layer at a time.
+The A sides of adapters run before it, as modules; their results are among its inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.adapters import low_rank_input, plain_layer
 from deepspeed_plugin.families import AttentionFacts, check_projections, read_directly
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.latent import latent_projections
@@ -69,8 +71,9 @@ def _chosen_kernel(name: str, request: KernelRequest) -> str:
 class StagedAttention(nn.Module):
     """UPipe attention over the projections of `attention`.
 
-    Called with this rank's rows `[B, L, E]` and their rotary tables `[B or 1, L, D]` (None: no rotary); returns
-    `[B, L, H * D]`, or `[B, L, E]` after the output projection in the memory modes that fuse it.
+    Called with this rank's rows `[B, L, E]`, their rotary tables `[B or 1, L, D]` (None: no rotary) and what
+    the A sides of adapters made of the rows, by projection; returns `[B, L, H * D]`, or `[B, L, E]` after the output
+    projection in the memory modes that fuse it.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
@@ -92,13 +95,13 @@ class StagedAttention(nn.Module):
         hidden_states: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
+        low_rank_inputs: dict[str, Tensor],
         documents: tuple[tuple[int, ...], ...] | None = None,
         query_factor: Tensor | None = None,
     ) -> Tensor:
         facts, attention = self.facts, self._attention[0]
         family = facts.family
         mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
-        check_projections(facts.class_name, attention, family, mode)
         tables = None
         if facts.rotates and cos is not None and sin is not None:
             tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
@@ -107,10 +110,10 @@ class StagedAttention(nn.Module):
         dtype = compute_dtype(hidden_states)
         request = facts.kernel_request(hidden_states.device, dtype, spec)
         if family.latent is None:
-            x, projections = hidden_states, self._projections(hidden_states, tables, query_factor)
+            x, projections = hidden_states, self._projections(hidden_states, low_rank_inputs, tables, query_factor)
         else:
             x, projections = latent_projections(attention, family.latent, hidden_states, facts.rotary, tables)
-        output: Any = getattr(attention, family.output)
+        output = plain_layer(getattr(attention, family.output))
         return upipe_attention(
             x,
             projections,
@@ -124,43 +127,40 @@ class StagedAttention(nn.Module):
         )
 
     def _projections(
-        self, x: Tensor, tables: tuple[Tensor, Tensor] | None, query_factor: Tensor | None
+        self,
+        x: Tensor,
+        low_rank_inputs: dict[str, Tensor],
+        tables: tuple[Tensor, Tensor] | None,
+        query_factor: Tensor | None,
     ) -> AttentionProjections:
-        facts, norms = self.facts, self.facts.family.norms
-        q, k, v = facts.weights(self._attention[0])
+        norms = self.facts.family.norms
+        q, k, v = self.facts.projections(self._attention[0], low_rank_inputs)
         return AttentionProjections(
-            self._projection(x, *q, norms[0], _scaled_tables(tables, query_factor)),
-            self._projection(x, *k, norms[1], tables),
-            Projection(v[0], facts.value_dim, v[1], self._value_function(), places=v[2]),
+            self._finished(q, x, norms[0], _scaled_tables(tables, query_factor)),
+            self._finished(k, x, norms[1], tables),
+            dataclasses.replace(v, function=self._value_function()),
         )
 
     def _value_function(self) -> HeadFunction | None:
         name = self.facts.family.value_factor
         return None if name is None else HeadFunction(_Times(getattr(self._attention[0], name)))
 
-    def _projection(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        places: tuple[int, ...] | None,
-        norm_name: str,
-        tables: tuple[Tensor, Tensor] | None,
+    def _finished(
+        self, projection: Projection, x: Tensor, norm_name: str, tables: tuple[Tensor, Tensor] | None
     ) -> Projection:
+        """`projection` with the norm and the rotary embedding of its heads."""
         facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
         normalise = None
         if norm is not None and facts.family.whole_norms:
-            at_once = self.schedule.chunk_heads
-            normalise = norm_over_heads(norm, x, weight, bias, facts.head_dim, at_once)
+            normalise = norm_over_heads(norm, x, projection, self.schedule.chunk_heads)
         elif norm is not None:
             normalise = HeadFunction.of_module(norm)
         if tables is None or facts.rotary is None:
             rotary = None if tables is None else RotateHalf(*tables)
-            return Projection(weight, facts.head_dim, bias, normalise, rotary, places)
+            return dataclasses.replace(projection, function=normalise, rotary=rotary)
         rotate = HeadFunction(facts.rotary, tables, by_row=(0, 1))
         steps = [rotate, normalise] if facts.family.norm_after_rotary else [normalise, rotate]
-        function = _composed([step for step in steps if step is not None])
-        return Projection(weight, facts.head_dim, bias, function, places=places)
+        return dataclasses.replace(projection, function=_composed([step for step in steps if step is not None]))
 
 
 @dataclass(frozen=True)
@@ -266,13 +266,17 @@ def staged_forward(
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
+    family, mode = child.facts.family, child.settings.config.mode
+    check_projections(child.facts.class_name, attention, family, mode)
     documents = documents_of(options.get("position_ids"), child.settings.group)
+    made = {name: low_rank_input(getattr(attention, name), hidden_states) for name in family.inputs(attention)}
+    low_rank_inputs = {name: t for name, t in made.items() if t is not None}
     # ZeRO-3 hooks look into every argument, so what there is none of is left out.
     more: tuple[Any, ...] = () if documents is None else (documents,)
-    if child.facts.family.query_factor is not None:
-        more = (documents, child.facts.family.query_factor(attention, _positions(attention, options)))
-    out = child(hidden_states, *_tables(position_embeddings), *more)
-    return child.facts.finish(attention, hidden_states, out, child.settings.config.mode), None
+    if family.query_factor is not None:
+        more = (documents, family.query_factor(attention, _positions(attention, options)))
+    out = child(hidden_states, *_tables(position_embeddings), low_rank_inputs, *more)
+    return child.facts.finish(attention, hidden_states, out, mode), None
 
 
 def _tables(position_embeddings: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor | None, Tensor | None]:

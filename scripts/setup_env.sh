@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates .venv in the checkout with the project, its DeepSpeed and Megatron extras and the development
+# Creates .venv in the checkout with the project, its DeepSpeed, Megatron and PEFT extras and the development
 # tools, at the versions of constraints.txt. A second run returns at once while nothing relevant has
 # changed; anything else (a change, an interrupted run, another PYTHON) removes .venv and builds it anew.
 #
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
 # Not newer: Megatron has no wheels for it.
 versions=${VERSIONS:-3.12 3.13 3.11 3.10}
-extras=${EXTRAS:-deepspeed,megatron,dev}
+extras=${EXTRAS:-deepspeed,megatron,peft,dev}
 stamp=$venv/.stamp
 log=$venv/setup.log
 SECONDS=0

@@ -16,6 +16,8 @@ from tests.ranks import run_in_process, run_ranks
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.measure import LiveMemory
 from upipe_integrations.memory import LayerShape, upipe_peak
+from upipe_integrations.models import PRESETS
+from upipe_integrations.plan import Method, Plan, Setup
 from upipe_integrations.tiled_loss import TILE_ROWS
 
 pytest.importorskip("deepspeed")
@@ -28,6 +30,7 @@ RANKS = {
     "llama3-8b-8gpu-1m": 8,
     "llama3-8b-8gpu-3m": 8,
     "llama3-8b-8gpu-5m": 8,
+    "llama3-8b-8gpu-lora": 8,
     "qwen3-32b-16gpu": 16,
 }
 
@@ -75,7 +78,7 @@ def test_deepspeed_and_upipe_take_the_file(name):
     assert parsed["unknown to ZeRO"] == []
     assert parsed["upipe"].chunk_heads % RANKS[name] == 0
     if "gpu" in name:
-        assert (parsed["stage"], parsed["bf16"], parsed["on the host"]) == (3, True, True)
+        assert (parsed["stage"], parsed["bf16"], parsed["on the host"]) == (3, True, "lora" not in name)
         assert parsed["buckets"] == (200_000_000, 200_000_000, 600_000_000)
 
 
@@ -144,6 +147,36 @@ def test_the_memory_tables_follow(model):
     for row in (*ROWS, WHOLE, *HOST):
         cells = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", section, re.MULTILINE).group(1)
         assert [cell.strip(" *") for cell in cells.split("|")] == [f"{sizes[row]:.0f}" for sizes in wanted], row
+
+
+def test_the_table_of_lora_is_what_upipe_plan_says():
+    config = _read("llama3-8b-8gpu-lora")
+    U, memory = config["upipe"]["chunk_heads"], config["upipe"]["memory"]
+    method = Method("upipe", memory, U)
+
+    def plan(offload: tuple[str, ...], rank: int = 16) -> Plan:
+        setup = Setup(8, 74.5, offload=offload, tiled_mlp=True, tiled_loss=True, lora_rank=rank)
+        return Plan(PRESETS["llama3-8b"], setup, chunk_heads=(U,), memory=(memory,))
+
+    wanted: dict[str, list[float]] = {}
+    for tokens, offload in ((1 << 20, ()), (3 << 20, ("activations",)), (5 << 20, ("activations",))):
+        m, whole = plan(offload).memory(method, tokens), plan(offload, 0).memory(method, tokens)
+        for row, gib in (
+            ("weights, gradients, optimizer", m.parameters + m.gradients + m.optimizer),
+            ("inputs of layers", m.saved),
+            ("the largest of attention, MLP and loss", max(m.attention, m.mlp, m.loss)),
+            ("CUDA, NCCL, gathered weights and the allocator", m.workspace + m.reserve),
+            ("all of it", m.total),
+            ("for comparison: the whole model trained", whole.total),
+        ):
+            wanted.setdefault(row, []).append(gib)
+    section = README[README.index("## LoRA of Llama3-8B") :]
+    for row, sizes in wanted.items():
+        cells = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", section, re.MULTILINE).group(1)
+        assert [cell.strip() for cell in cells.split("|")] == [f"{gib:.0f}" for gib in sizes], row
+    longest = [plan(offload, rank).longest(method) / 2**20 for rank in (16, 0) for offload in ((), ("activations",))]
+    said = "to {:.2f}M tokens, to {:.2f}M with the layers' inputs on the host ({:.2f}M and {:.2f}M where"
+    assert said.format(*longest) in section
 
 
 def _layer_peaks(E: int, F: int, tiles: int) -> tuple[float, float]:
@@ -275,6 +308,46 @@ def test_the_smoke_file_trains_in_bf16():
         assert len(errors) == 21
         # Logits are bfloat16 in both, with 2^-9 a rounding; their gradients are rounded once more when tiled.
         assert {name: error for name, error in errors.items() if not error < 2e-2} == {}
+
+
+def _lora_recipe() -> dict[str, float]:
+    """What the recipe with LoRA uses: adapters on all linear layers, MLPs in tiles too, beside the rest."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    import deepspeed_plugin
+    from tests.test_deepspeed import forget_ulysses, make_engine, register_ulysses
+    from tests.test_peft import trained_gradients, with_lora
+
+    def plain(mlp, x):
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    batch = make_batch(seq=32)
+    forget_ulysses()
+    wanted = single_process(with_lora(make_model("llama"), "all-linear"), batch)
+    del wanted["logits"]
+    model = with_lora(make_model("llama"), "all-linear")
+    for mlp in (layer.mlp for layer in model.get_base_model().model.layers):
+        weights = [p for p in mlp.parameters() if p.requires_grad]
+        mlp.forward = lambda x, mlp=mlp, weights=weights: TiledMLP.apply(plain, mlp, x, 4, weights)
+    config = _read("llama3-8b-8gpu-lora")
+    config |= {"sequence_parallel_size": 2, "bf16": {"enabled": False}}
+    config["optimizer"]["params"]["torch_adam"] = True
+    engine = make_engine(model, config, register_ulysses(model, 2))
+    engine.module.activation_checkpointing_enable(offload=True)
+    engine.train()
+    inputs = {"input_ids": shard(batch["input_ids"]), "position_ids": shard(torch.arange(32)[None]), "use_cache": False}
+    loss = deepspeed_plugin.tiled_sequence_parallel_loss(engine, inputs, shard(batch["labels"]), tile_rows=5)
+    engine.backward(loss)
+    got = {"loss": deepspeed_plugin.group_mean_loss(engine, loss), **trained_gradients(engine)}
+    engine.step()
+    return worst(got, wanted)
+
+
+def test_the_recipe_with_lora_is_one_process():
+    pytest.importorskip("peft")
+    for errors in run_ranks(2, _lora_recipe):
+        assert len(errors) == 1 + 2 * 7 * 2
+        assert {case: error for case, error in errors.items() if not error < 1e-5} == {}  # float32
 
 
 def test_the_smoke_run_is_one_process():

@@ -49,6 +49,8 @@ Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_docs.py`; the same test fails w
 
 Any function `f(q, k, v, spec)` that PyTorch can differentiate is a kernel too (`FunctionKernel`), except for sinks.
 
+Adapters are the same with every kernel: [peft.md](peft.md).
+
 Combinations: every pair of features that a kernel serves alone it serves together (`tests/test_features.py` runs all
 pairs on 2, 3 and 4 ranks, in the contiguous and the zigzag layout, with head counts that the ranks do not divide). A
 window needs causal attention.

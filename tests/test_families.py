@@ -37,7 +37,7 @@ def sharded(model, batch, group, positions=None) -> dict[str, torch.Tensor]:
     # mean_token_loss computes in float32, as training does; here the gradient must be exact.
     exact = (
         torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), shard(batch["labels"], group).flatten(), ignore_index=-100, reduction="sum"
+            logits.double().flatten(0, 1), shard(batch["labels"], group).flatten(), ignore_index=-100, reduction="sum"
         )
         / (batch["labels"] != -100).sum()
     )
@@ -113,15 +113,20 @@ def test_variants_of_latent_and_fused_projections():
         assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
 
+def exact_norms(model: torch.nn.Module) -> torch.nn.Module:
+    """`model`, and in this process every other with its norm classes, which compute in float32 else."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            type(module).forward = _exact_rms_norm
+    return model
+
+
 def _exact_families() -> dict[str, float]:
     """Norms patched to keep float64, so that the comparison has its full precision."""
     errors = {}
     batch = make_batch(batch=2)
     for family in ("llama with bias", "qwen3"):
-        model = make_model(family, dtype=torch.float64)
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                type(module).forward = _exact_rms_norm
+        model = exact_norms(make_model(family, dtype=torch.float64))
         wanted = single_process(model, batch)
         for chunk_heads in (2, 4, 8):
             attachment = attached(model, chunk_heads, dist.group.WORLD)

@@ -11,9 +11,20 @@ import torch.nn.functional as F
 
 from tests.ranks import run_in_process
 from tests.ulysses import AllToAll, Attend
-from upipe_integrations import Mode, Schedule, upipe_attention_qkv
+from upipe_integrations import (
+    AttentionProjections,
+    LowRank,
+    Mode,
+    OutputProjection,
+    Projection,
+    RotateHalf,
+    Schedule,
+    upipe_attention,
+    upipe_attention_qkv,
+)
 from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks, measured_peak, measured_upipe_peak
-from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations.memory import LayerShape, PeakUnits, low_rank_terms, ulysses_peak, upipe_peak
+from upipe_integrations.mode import MEMORY
 
 RANKS = 8
 TOKENS = 1 << 20
@@ -194,6 +205,41 @@ def test_every_peak_is_its_closed_form(peaks):
             weights += 4 * int(name.split()[2]) * layer.hidden_size / TOKENS
         assert form.forward - 0.05 <= measured.forward <= form.forward + 0.15, name
         assert form.training - 0.05 <= measured.training <= form.training + weights + 0.3, name
+
+
+def _peak_with_low_rank(memory: str, rank: int) -> float:
+    """The training peak with a term of `rank` on q, k and v each, given by the caller."""
+    schedule = Schedule.build(heads=32, kv_heads=8, ranks=RANKS, chunk_heads=8)
+    mode = Mode(memory)
+
+    def attention(x, wq, wk, wv, wo, cos, sin):
+        def projection(weight, rotary):
+            low = LowRank(
+                *(torch.empty(*size, rank, dtype=x.dtype).requires_grad_() for size in (x.shape[:2], weight.shape[:1]))
+            )
+            return Projection(weight, 128, rotary=rotary, low_rank=low if rank else None)
+
+        rotary = RotateHalf(cos, sin)
+        projections = AttentionProjections(projection(wq, rotary), projection(wk, rotary), projection(wv, None))
+        output = OutputProjection(wo) if mode.fuses_output else None
+        group, kernel = dist.group.WORLD, FlashWorkspace()
+        return upipe_attention(x, projections, schedule, group, kernel, output=output, mode=mode)
+
+    return measured_peak(LLAMA3_8B, TOKENS, attention, fuses_output=mode.fuses_output).training
+
+
+def _low_rank_peaks() -> dict[str, float]:
+    """What terms of rank 256 add."""
+    with fake_ranks(RANKS):
+        return {memory: _peak_with_low_rank(memory, 256) - _peak_with_low_rank(memory, 0) for memory in MEMORY}
+
+
+def test_low_rank_terms_take_their_input_and_its_gradient():
+    form = low_rank_terms(LLAMA3_8B, RANKS, 3 * 256)
+    assert form == 2.25
+    for memory, measured in run_in_process(_low_rank_peaks).items():
+        # Not in the form: the gradient of B, 6144 by 256, and in blocks a stage's rows of it in float32.
+        assert form - 0.01 <= measured <= form + 0.04, memory
 
 
 def test_units_convert_to_gib():

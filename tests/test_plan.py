@@ -23,6 +23,7 @@ from upipe_integrations import plan as plan_module
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.models import PRESETS, Model, find_model
 from upipe_integrations.plan import Method, Plan, Setup
+from upipe_integrations.plan_report import as_dict
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 M = 1 << 20
@@ -93,9 +94,33 @@ def test_what_is_switched_on_changes_its_component_alone():
         ({"tiled_mlp": True}, {"mlp"}),
         ({"tiled_loss": True}, {"loss", "reserve"}),
         ({"dp": 2}, {"gradients", "optimizer"}),
+        ({"lora_rank": 16}, {"gradients", "optimizer", "parameters", "attention", "workspace"}),
     ):
         changed = {name for name, value in vars(memory(**changes)).items() if value != base[name]}
         assert changed == fields, changes
+
+
+def test_lora_trains_adapters_alone():
+    """Rank 16 on q, o (4096 to 4096), k, v (to 1024), gate, up (to 14336) and down (back), in 32 layers."""
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+
+    def memory(rank: int):
+        setup = Setup(8, 80, lora_rank=rank, **PAPER)
+        return Plan(PRESETS["llama3-8b"], setup).memory(Method("upipe", "keep", 8), M)
+
+    whole, lora = memory(0), memory(16)
+    assert lora.parameters == pytest.approx((8_029_995_008 + adapters) * 2 / 8 / 2**30)
+    assert lora.gradients == pytest.approx(adapters * 2 / 8 / 2**30)
+    assert lora.optimizer == pytest.approx(adapters * 12 / 8 / 2**30)
+    # `[L, 16]` of q, k and v, and its gradient in float32; gathered: two layers, or the output layer, no gradients.
+    assert lora.attention - whole.attention == pytest.approx(3 * (2 + 4) * 16 * M / 8 / 2**30)
+    assert whole.workspace - lora.workspace == pytest.approx(2 * 128256 * 4096 / 2**30)
+    plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, lora_rank=16, **PAPER))
+    recommended = as_dict(plan, [5 * M])["recommended"]
+    assert recommended["ds_config"] and recommended["megatron"] is None
+    assert "PEFT's LoRA, r=16, on all linear layers" in recommended["notes"]["deepspeed"][0]
+    longest = _longest(plan)
+    assert 6 * M < longest["UPipe keep, U=8"] < 7 * M
 
 
 def test_pipelines_and_tensor_parallelism_split_what_they_split():
@@ -455,6 +480,9 @@ def test_a_folder_without_a_config(tmp_path, capsys):
         (["llama3-8b", "--seq-len", "1000001"], "8 ranks that share a sequence must divide it; 1000008 is the next"),
         (["llama3-8b", "--ranks", "0"], "--ranks 0: must be positive"),
         (["llama3-8b", "--ranks", "64"], "--ranks 64: more than the 32 query heads of llama3-8b"),
+        (["llama3-8b", "--lora-rank", "-1"], "--lora-rank -1: must be positive, or 0"),
+        (["llama3-8b", "--lora-rank", "8", "--trace"], "--trace with --lora-rank: measures a layer whose weights"),
+        (["llama3-8b", "--lora-rank", "8", "--host", "megatron"], "--lora-rank 8: UPipe serves PEFT's LoRA under"),
         (["llama3-8b", "--gpu-memory", "-80"], "--gpu-memory -80: must be a positive number of GiB"),
         (["llama3-8b", "--gpu-memory", "nan"], "--gpu-memory nan: must be a positive number"),
         (["llama3-8b", "--chunk-heads", "12"], "upipe.chunk_heads = 12: must be a multiple of the 8"),
@@ -505,7 +533,7 @@ def _with_output(match: re.Match) -> str:
 def test_the_page_shows_what_the_commands_print():
     page = PAGE.read_text()
     written = re.sub(r"```console\n\$ (upipe plan .*)\n(?:.*\n)*?```", _with_output, page)
-    assert written.count("$ upipe plan") == 6
+    assert written.count("$ upipe plan") == 7
     if os.environ.get("UPIPE_WRITE_DOCS"):
         PAGE.write_text(written)
     assert PAGE.read_text() == written, "run UPIPE_WRITE_DOCS=1 pytest tests/test_plan.py and commit docs/plan.md"

@@ -1,22 +1,27 @@
-"""What hosts with fused weights need: places in one weight, blocks of rows, columns of x, gradients into the host's
-buffer, neighbouring rotary pairs, rows of x split once more. float64 on ranks, against one process."""
+"""What hosts with fused weights or adapters need: places in one weight, blocks of rows, columns of x, gradients into
+the host's buffer, low-rank terms, neighbouring rotary pairs, rows of x split once more. float64 on ranks, against one
+process."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine import per_head_norm, relative_errors, spec_of
 from tests.ranks import run_ranks
-from tests.reference import Layer, make_layer, reference
+from tests.reference import Layer, attend, make_layer, reference
 from upipe_integrations import (
     AttentionProjections,
+    AttentionSpec,
     HeadBlock,
     HeadFunction,
     Layout,
+    LowRank,
     Mode,
     OutputProjection,
     Projection,
@@ -25,6 +30,7 @@ from upipe_integrations import (
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS
+from upipe_integrations.measure import LiveMemory
 from upipe_integrations.mode import MEMORY
 
 D = 8
@@ -290,6 +296,205 @@ def test_blocks_and_columns_that_do_not_fit_are_refused(changes, message):
 def test_rows_outside_of_their_block_are_refused(rows):
     with pytest.raises(ValueError, match=r"of a block of 8: must be consecutive rows"):
         HeadBlock(8, rows)
+
+
+# ---------------------------------------------------------------- low-rank terms
+
+R = 3
+
+
+def _low_rank_leaves(layer: Layer, names: str, fused: bool) -> dict[str, torch.Tensor]:
+    """A (`a..`) and B (`u..`) of each term; a fused weight has one."""
+    generator = torch.Generator().manual_seed(7)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+
+    heads = {"q": layer.heads, "k": layer.kv_heads, "v": layer.kv_heads}
+    leaves = {} if not fused else {"a": rand(R, 24)}
+    for n in names:
+        leaves |= {f"u{n}": rand(heads[n] * D, R)} | ({} if fused else {f"a{n}": rand(R, 24)})
+    return leaves
+
+
+def _low_rank_reference(layer: Layer, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole layer in one process, its weights W + 0.5 B A by autograd."""
+    leaves = {name: t.clone().requires_grad_() for name, t in (layer.leaves() | adapters).items()}
+    merged = dict(leaves)
+    for n in "qkv":
+        if f"u{n}" in leaves:
+            merged[f"w{n}"] = leaves[f"w{n}"] + 0.5 * leaves[f"u{n}"] @ leaves.get(f"a{n}", leaves.get("a"))
+    out = attend(layer, merged)
+    out.backward(layer.dout)
+    return {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items()}}
+
+
+def _run_low_rank(
+    layer: Layer, adapters: dict[str, torch.Tensor], chunk_heads: int, mode: Mode, *, fused: bool, frozen: bool
+) -> dict[str, torch.Tensor]:
+    """The same on ranks; a frozen layer's own weights and biases get no gradients, and none are made."""
+    C, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout.zigzag()
+    rows = layout.rows(rank, layer.x.shape[1], C)
+    leaves = {name: t.clone() for name, t in (layer.leaves() | adapters).items()}
+    leaves["x"] = leaves["x"][:, rows].clone()
+    if fused:
+        for kind, tensors in {"w": (layer.wq, layer.wk, layer.wv), "u": [adapters[f"u{n}"] for n in "qkv"]}.items():
+            leaves[kind] = grouped(*tensors, layer.kv_heads)
+    for name, t in leaves.items():
+        t.requires_grad_(not (frozen and name[0] in "wb"))
+    rotary = RotateHalf(layer.cos[:, rows], layer.sin[:, rows])
+    norm = {n: HeadFunction(per_head_norm, (leaves[f"{n}_gain"],)) for n in "qk" if f"{n}_gain" in leaves}
+
+    def term(n: str) -> LowRank | None:
+        if f"u{n}" not in leaves:
+            return None
+        return LowRank(0.5 * leaves["x"] @ leaves[f"a{n}"].T, leaves[f"u{n}"])
+
+    places = places_of(layer.heads, layer.kv_heads)
+    shared = term("") if fused else None
+    projections = AttentionProjections(
+        *(
+            Projection(
+                leaves["w" if fused else f"w{n}"],
+                D,
+                leaves.get(f"b{n}"),
+                norm.get(n),
+                rotary if n in "qk" else None,
+                places[n] if fused else None,
+                low_rank=shared if fused else term(n),
+            )
+            for n in "qkv"
+        )
+    )
+    schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=C, chunk_heads=chunk_heads)
+    out = upipe_attention(
+        leaves["x"],
+        projections,
+        schedule,
+        dist.group.WORLD,
+        KERNELS["math"],
+        spec_of(layer),
+        layout=layout,
+        output=OutputProjection(leaves["wo"], leaves.get("bo")) if mode.fuses_output else None,
+        mode=mode,
+    )
+    if not mode.fuses_output:
+        out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
+    out.backward(layer.dout[:, rows])
+    grads = {name: t.grad for name, t in leaves.items() if t.grad is not None}
+    for name, t in grads.items():
+        if name != "x":
+            dist.all_reduce(t)
+    results = {"out": _whole(out.detach(), rows), "dx": _whole(grads.pop("x"), rows)}
+    if fused:
+        for kind in "wu":
+            if kind in grads:
+                split = split_groups(grads.pop(kind), layer.heads, layer.kv_heads)
+                results |= {f"d{kind}{n}": t for n, t in split.items()}
+    unread = [f"{kind}{n}" for kind in "wu" for n in "qkv"] if fused else []
+    return results | {f"d{name}": t for name, t in grads.items() if name not in unread}
+
+
+def _errors_of_low_rank() -> dict[tuple, float]:
+    C = dist.get_world_size()
+    worst = {}
+    subsets = ["".join(names) for size in (1, 2, 3) for names in itertools.combinations("qkv", size)]
+    for number, (names, (mode_name, mode)) in enumerate(itertools.product(subsets, MODES.items())):
+        H, K = [(8, 4), (8, 2), (6, 3)][number % 3]
+        whole, frozen = number % 2 == 0, number % 4 < 2
+        layer = make_layer(H, K, head_dim=D, seq=24, batch=1 + number % 2, bias=whole, norm=whole, output=True)
+        for fused in [False, True] if names == "qkv" and not whole else [False]:
+            adapters = _low_rank_leaves(layer, names, fused)
+            wanted = _low_rank_reference(layer, adapters)
+            if frozen:
+                wanted = {name: t for name, t in wanted.items() if name[:2] not in ("dw", "db")}
+            got = _run_low_rank(layer, adapters, C, mode, fused=fused, frozen=frozen)
+            assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
+            worst[names, mode_name, fused] = max(relative_errors(got, wanted).values())
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_low_rank_terms_on_any_projections(ranks):
+    """Every mode, weights trained or frozen, beside biases and norms, and of a fused weight."""
+    for worst in run_ranks(ranks, _errors_of_low_rank):
+        assert len(worst) >= 7 * 4 and {fused for *_, fused in worst} == {False, True}
+        assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+@pytest.mark.parametrize("memory", ["keep", "blocks"])
+def test_a_low_rank_term_keeps_its_own_precision(memory):
+    """A float32 term beside bfloat16 weights: the sum is rounded, its parts and its gradients are not."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, weight = rand(1, 64, 16, dtype=torch.bfloat16), rand(2 * D, 16, dtype=torch.bfloat16)
+    a = rand(1, 64, R, dtype=torch.float32).requires_grad_()
+    b = rand(2 * D, R, dtype=torch.float32).requires_grad_()
+    plain = Projection(weight, D)
+    out = upipe_attention(
+        x,
+        AttentionProjections(plain, plain, Projection(weight, D, low_rank=LowRank(a, b))),
+        Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1),
+        None,
+        KERNELS["math"],
+        AttentionSpec(window=1),  # a token sees itself alone: the output is v, and dv is dout
+        output=OutputProjection(torch.eye(2 * D, dtype=torch.bfloat16)) if memory == "blocks" else None,
+        mode=Mode(memory),
+    )
+    dout = rand(*out.shape, dtype=torch.bfloat16)
+    out.backward(dout)
+    wanted = ((x @ weight.T).float() + a @ b.T).to(torch.bfloat16)
+    assert float((out == wanted).float().mean()) > 0.99  # sums in another order may round to a neighbour
+    for got, want in ((a.grad, dout.float() @ b), (b.grad, dout[0].float().T @ a[0])):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want.detach().reshape(got.shape), rtol=1e-5, atol=1e-5)
+
+
+def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
+    """(products, bytes at the peak) of a layer's backward; its low-rank term is trained."""
+    E = 20
+    q, k, v = (torch.randn(4 * D, E, requires_grad=not frozen) for _ in "qkv")
+    wo = torch.randn(E, 4 * D, requires_grad=not frozen)
+    x, b = torch.randn(1, 8, E, requires_grad=True), torch.randn(4 * D, R, requires_grad=True)
+    out = upipe_attention(
+        x,
+        AttentionProjections(Projection(q, D, low_rank=LowRank(x[..., :R], b)), Projection(k, D), Projection(v, D)),
+        Schedule.build(heads=4, kv_heads=4, ranks=1, chunk_heads=1),
+        None,
+        KERNELS["math"],
+        output=OutputProjection(wo) if mode.fuses_output else None,
+        mode=mode,
+    )
+    with FlopCounterMode(display=False) as products, LiveMemory() as live:
+        out.backward(torch.randn_like(out))
+    assert bool(x.grad.any()) and bool(b.grad.any()) and (q.grad is None) == frozen
+    return products.get_total_flops(), live.peak
+
+
+@pytest.mark.parametrize("memory", list(MODES))
+def test_a_frozen_weight_costs_no_gradient(memory):
+    """Neither the product nor the memory."""
+    trained, frozen = (_backward_of(MODES[memory], frozen) for frozen in (False, True))
+    weights = 4 if MODES[memory].fuses_output else 3
+    assert trained[0] - frozen[0] == weights * 2 * 8 * 20 * 4 * D
+    assert trained[1] - frozen[1] >= weights * 4 * D * 20 * 4
+
+
+@pytest.mark.parametrize(
+    ("of_input", "of_weight"),
+    [((1, 8, R), (2 * D, 2)), ((1, 4, R), (2 * D, R)), ((8, R), (2 * D, R)), ((1, 8, R), (D, R))],
+)
+def test_low_rank_terms_that_do_not_fit_are_refused(of_input, of_weight):
+    weight = torch.randn(2 * D, 16)
+    plain = Projection(weight, D)
+    bad = dataclasses.replace(plain, low_rank=LowRank(torch.zeros(of_input), torch.zeros(of_weight)))
+    schedule = Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1)
+    with pytest.raises(ValueError, match=r"k low-rank term with an input of shape .* must be \(1, 8, 'R'\)"):
+        upipe_attention(torch.randn(1, 8, 16), AttentionProjections(plain, bad, plain), schedule, None, KERNELS["math"])
 
 
 # ---------------------------------------------------------------- rotary of neighbours

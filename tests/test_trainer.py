@@ -58,7 +58,7 @@ def _parallelism():
     return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
 
 
-def _trainer(stage: int, extra: dict, folder: Path, **options):
+def make_trainer(stage: int, extra: dict, folder: Path, model: torch.nn.Module | None = None, **options):
     from transformers import Trainer, TrainingArguments
 
     _on_cpu()
@@ -84,10 +84,10 @@ def _trainer(stage: int, extra: dict, folder: Path, **options):
         parallelism_config=_parallelism(),
         **options,
     )
-    return Trainer(model=make_model("llama"), args=arguments, train_dataset=_data(8), eval_dataset=_data(2))
+    return Trainer(model=model or make_model("llama"), args=arguments, train_dataset=_data(8), eval_dataset=_data(2))
 
 
-def _history(trainer) -> list[float]:
+def history(trainer) -> list[float]:
     """Every logged loss, gradient norm and evaluation loss, in order."""
     kept = ("loss", "grad_norm", "eval_loss")
     return [float(entry[key]) for entry in trainer.state.log_history for key in kept if key in entry]
@@ -107,15 +107,15 @@ def _train(folder: str) -> dict[str, dict]:
             ),
         ]:
             where = Path(folder) / f"{name}-{stage}"
-            trainer = _trainer(stage, extra, where, **options)
+            trainer = make_trainer(stage, extra, where, **options)
             trainer.train()
             assert (trainer.model_wrapped.upipe is not None) == bool(extra)
-            result = {"history": _history(trainer), "files": sorted(p.name for p in where.iterdir())}
+            result = {"history": history(trainer), "files": sorted(p.name for p in where.iterdir())}
             if not options:
                 # ALST's data loader can't skip batches, with or without UPipe: a resumed run sees the first again.
-                again = _trainer(stage, extra, where, ignore_data_skip=True)
+                again = make_trainer(stage, extra, where, ignore_data_skip=True)
                 again.train(resume_from_checkpoint=str(where / "checkpoint-2"))
-                result["resumed"] = _history(again)
+                result["resumed"] = history(again)
             runs[f"{stage} {name}"] = result
     forget_ulysses()
     plain = make_model("llama").eval()

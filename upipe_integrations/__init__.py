@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
     from upipe_integrations.layout import Layout
     from upipe_integrations.mode import Mode
-    from upipe_integrations.projection import HeadBlock, HeadFunction, OutputProjection, Projection, RotateHalf
+    from upipe_integrations.projection import (
+        HeadBlock,
+        HeadFunction,
+        LowRank,
+        OutputProjection,
+        Projection,
+        RotateHalf,
+    )
     from upipe_integrations.schedule import Schedule
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "HeadFunction",
     "KernelRequest",
     "Layout",
+    "LowRank",
     "Mode",
     "OutputProjection",
     "Projection",
@@ -52,6 +60,7 @@ _MODULES = {
     "HeadFunction": "projection",
     "KernelRequest": "kernels",
     "Layout": "layout",
+    "LowRank": "projection",
     "Mode": "mode",
     "OutputProjection": "projection",
     "Projection": "projection",

@@ -19,7 +19,7 @@ from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
 from upipe_integrations.operators import attention_operator
-from upipe_integrations.projection import GivenHeads, OutputProjection, Projection
+from upipe_integrations.projection import GivenHeads, LowRank, OutputProjection, Projection
 from upipe_integrations.schedule import Schedule
 from upipe_integrations.staged import Call, Sources, run_backward, run_forward
 from upipe_integrations.tracing import run_for_real
@@ -54,7 +54,7 @@ def upipe_attention(
         x: `[B, L, E]`, this rank's rows of the sequence; the shape must be the same on every rank
             (``sharding.check_same_shape``).
         projections: weights in checkpoint order, the same on every rank; rotary tables of this rank's rows. One
-            fused weight (and bias) may serve all three, see ``Projection.places``.
+            fused weight (with its bias and low-rank term) may serve all three, see ``Projection.places``.
         schedule: from ``UPipeConfig.schedule`` or ``Schedule.build``, for this group's ranks.
         group: sequence-parallel group, or None for a group of one.
         kernel: local attention, from ``select_kernel``.
@@ -86,7 +86,7 @@ def upipe_attention(
     mode = mode or Mode()
     _check_output(output, mode, projections, schedule)
     q, k, v = projections.q, projections.k, projections.v
-    fused = all(p.weight is q.weight and p.bias is q.bias for p in (k, v))
+    fused = all(p.weight is q.weight and p.bias is q.bias and p.low_rank is q.low_rank for p in (k, v))
     call = Call(
         Sources(q, k, v, output, fused),
         schedule,
@@ -187,6 +187,8 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
             )
         if projection.bias is not None and tuple(projection.bias.shape) != expected[:1]:
             raise ValueError(f"{name} bias of shape {tuple(projection.bias.shape)}: must be {expected[:1]}.")
+        if projection.low_rank is not None:
+            _check_low_rank(name, projection, projection.low_rank, (x.shape[0], rows))
         if projection.rotary is not None:
             cos, sin = projection.rotary.cos, projection.rotary.sin
             fits = cos.dim() == 3 and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == rows
@@ -200,6 +202,18 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
                     f"{name} rotary tables require gradients, which RotateHalf does not give. Detach them, or rotate "
                     "in a HeadFunction that has them among its tensors."
                 )
+
+
+def _check_low_rank(name: str, projection: Projection, low: LowRank, shape: tuple[int, int]) -> None:
+    of_input, of_weight = tuple(low.input.shape), tuple(low.weight.shape)
+    rank = of_input[-1] if of_input else 0
+    if of_input != (*shape, rank) or of_weight != (projection.weight.shape[0], rank):
+        raise ValueError(
+            f"{name} low-rank term with an input of shape {of_input} and a weight of shape {of_weight}: must be "
+            f"{(*shape, 'R')}, this rank's rows, and {(projection.weight.shape[0], 'R')}, as the projection's weight."
+        )
+    if not (low.input.is_floating_point() and low.weight.is_floating_point()):
+        raise ValueError(f"{name} low-rank term of {low.input.dtype} and {low.weight.dtype}: must be floating point.")
 
 
 def _check_places(name: str, places: tuple[int, ...], heads: int, there: int, shape: tuple[int, ...]) -> None:

@@ -94,6 +94,9 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     stack.add_argument("--offload", metavar="A,B", help=f"to host memory: {', '.join(OFFLOAD)}")
     stack.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles of rows")
     stack.add_argument("--tiled-loss", action="store_true", help="logits of some rows at a time")
+    stack.add_argument(
+        "--lora-rank", type=int, default=0, metavar="N", help="train LoRA on all linear layers, the model frozen"
+    )
     upipe = parser.add_argument_group("UPipe")
     upipe.add_argument("--chunk-heads", metavar="A,B", help="query heads per stage (default: ranks, and twice them)")
     upipe.add_argument("--memory", metavar="A,B", help=f"memory modes: {', '.join(MEMORY)} (default: all)")
@@ -113,7 +116,10 @@ def _plan(options: argparse.Namespace) -> int:
         offload=words(options.offload) if options.offload else (),
         tiled_mlp=options.tiled_mlp,
         tiled_loss=options.tiled_loss,
+        lora_rank=options.lora_rank,
     )
+    if options.trace and options.lora_rank:
+        raise ValueError("--trace with --lora-rank: measures a layer whose weights are trained. Leave one of them out.")
     lengths = [tokens("--seq-len", part) for part in options.seq_len.split(",")]
     plan = Plan(
         find_model(options.model),

@@ -94,6 +94,11 @@ def received_heads(schedule: Schedule) -> int:
     return sum(_StageSizes.of(stage, None).received for stage in schedule.stages)
 
 
+def low_rank_terms(layer: LayerShape, ranks: int, rank: int) -> float:
+    """What low-rank terms of altogether `rank` columns add to a training peak: their input, its gradient in float32."""
+    return 3 * rank / (ranks * layer.head_dim)
+
+
 @dataclass(frozen=True)
 class _StageSizes:
     """One rank's heads in a stage, and those of the next stage that are in flight meanwhile (0 without overlap).

@@ -51,6 +51,11 @@ class Model:
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden_size
         return attention + 3 * self.intermediate_size * self.hidden_size
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of LoRA of `rank` on all linear layers of a layer: `rank` times inputs and outputs of each."""
+        E, q, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return rank * (2 * (E + q) + 2 * (E + kv) + 3 * (E + self.intermediate_size))
+
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding, and as many of the output layer unless tied."""

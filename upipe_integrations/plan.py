@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from upipe_integrations.config import UPipeConfig, closest
 from upipe_integrations.memory import (
     LayerShape,
+    low_rank_terms,
     received_heads,
     ring_peak,
     ulysses_peak,
@@ -87,6 +88,7 @@ class Setup:
         offload: what is in host memory, of ``OFFLOAD``.
         tiled_mlp: the MLP runs in tiles of E rows that are checkpointed (ALST's TiledMLP).
         tiled_loss: logits are formed for some rows at a time (``deepspeed_plugin.tiled_sequence_parallel_loss``).
+        lora_rank: the rank of LoRA on all linear layers of the decoder, which alone is trained; 0 trains the model.
 
     Raises:
         ValueError: a value out of range, or one the host does not have; the message names option, rule and remedy.
@@ -103,11 +105,14 @@ class Setup:
     offload: tuple[str, ...] = ()
     tiled_mlp: bool = False
     tiled_loss: bool = False
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         for field in ("ranks", "tp", "pp", "dp"):
             if getattr(self, field) < 1:
                 raise ValueError(f"--{field} {getattr(self, field)}: must be positive.")
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora-rank {self.lora_rank}: must be positive, or 0 for training the whole model.")
         if not 0 < self.gpu_memory < float("inf"):
             raise ValueError(f"--gpu-memory {self.gpu_memory:g}: must be a positive number of GiB.")
         for option, values, known in (
@@ -137,6 +142,7 @@ class Setup:
     def _check_megatron(self) -> None:
         for wrong, what in (
             (self.zero > 1, f"--zero {self.zero}: UPipe serves Megatron's distributed optimizer alone. Use --zero 1."),
+            (self.lora_rank, f"--lora-rank {self.lora_rank}: UPipe serves PEFT's LoRA under DeepSpeed. Leave it out."),
             (self.tiled_mlp, "--tiled-mlp: Megatron has no such MLP. Split it with --tp."),
             (
                 self.checkpointing == "selective",
@@ -473,6 +479,9 @@ def _memory(model: Model, setup: Setup, units: _Units, tokens: int) -> Memory:
 
     # Beside the closed form: attention's input, which is recomputed, and the gradient of the layer's output.
     attention = units.peak * unit + (gathered or row) + row
+    if setup.lora_rank:
+        shape = LayerShape(model.heads, model.kv_heads, model.head_dim, model.hidden_size)
+        attention += low_rank_terms(shape, setup.ranks, 3 * setup.lora_rank) * unit
     # What attention saved is held until its own backward.
     if setup.tiled_mlp:
         tile = host.mlp[0] * model.intermediate_size * _BF16 * min(L, model.hidden_size)
@@ -497,14 +506,18 @@ def _states(model: Model, setup: Setup) -> tuple[float, float, float, float]:
 
     ZeRO splits the optimizer's state from stage 1, gradients from 2 and parameters from 3; DeepSpeed moves gradients
     from stage 2 to the host as they are reduced, where the optimizer is (arXiv 1910.02054, 2101.06840). Of a pipeline,
-    a stage that has an embedding.
+    a stage that has an embedding. With LoRA the adapters alone have gradients and an optimizer.
     """
     embeddings = model.embedding_parameters * (1 if model.tied or setup.pp > 1 else 2)
-    count = (-(-model.layers // setup.pp) * model.layer_parameters + embeddings) / setup.tp
+    layers = -(-model.layers // setup.pp)
+    count = trained = (layers * model.layer_parameters + embeddings) / setup.tp
+    if setup.lora_rank:
+        trained = layers * model.adapter_parameters(setup.lora_rank)
+        count += trained
     on_host = 0.0
     parameters = count * _BF16 / (setup.shards if setup.zero == 3 else 1)
-    gradients = count * _ACCOUNTING[setup.host].gradient / (setup.shards if setup.zero >= 2 else 1)
-    optimizer = count * _ADAM / (setup.shards if setup.zero >= 1 else 1)
+    gradients = trained * _ACCOUNTING[setup.host].gradient / (setup.shards if setup.zero >= 2 else 1)
+    optimizer = trained * _ADAM / (setup.shards if setup.zero >= 1 else 1)
     if "parameters" in setup.offload:
         on_host, parameters = on_host + parameters, 0
     if "optimizer" in setup.offload:
@@ -518,9 +531,13 @@ def _workspace(model: Model, setup: Setup) -> float:
     """Bytes of gathered parameters and of gradients on their way.
 
     ZeRO-3: a layer, the next one that is fetched and the gradients of one; or the output layer and its gradient.
-    ZeRO-1 and 2 in DeepSpeed: two buckets; Megatron's buffers are the gradients themselves.
+    ZeRO-1 and 2 in DeepSpeed: two buckets; Megatron's buffers are the gradients themselves. A frozen layer has no
+    gradients, and adapters hardly any.
     """
     if setup.zero == 3:
-        return _BF16 * max(3 * model.layer_parameters, 2 * model.embedding_parameters)
+        of_layer, of_output = (2, 1) if setup.lora_rank else (3, 2)
+        return _BF16 * max(of_layer * model.layer_parameters, of_output * model.embedding_parameters)
     whole = model.parameters / (setup.tp * setup.pp)
+    if setup.lora_rank:
+        whole = model.layers * model.adapter_parameters(setup.lora_rank)
     return 0 if setup.host == "megatron" else 2 * _BF16 * min(_BUCKET, whole)

@@ -50,6 +50,7 @@ def describe(setup: Setup) -> str:
     said.append({"none": "no checkpointing"}.get(setup.checkpointing, f"{setup.checkpointing} checkpointing"))
     said += [f"{what} offloaded" for what in setup.offload]
     said += [name for name, on in (("tiled MLP", setup.tiled_mlp), ("tiled loss", setup.tiled_loss)) if on]
+    said += [f"LoRA of rank {setup.lora_rank}"] if setup.lora_rank else []
     return ", ".join(said)
 
 
@@ -164,6 +165,8 @@ def deepspeed_notes(setup: Setup) -> list[str]:
         return ["(sized by Megatron's accounting: plan with --host deepspeed)"]
     kept = setup.checkpointing == "selective"
     said = []
+    if setup.lora_rank:
+        said.append(f"PEFT's LoRA, r={setup.lora_rank}, on all linear layers (without o_proj in fused and blocks)")
     if setup.checkpointing != "none":
         said.append(f"deepspeed_plugin.enable_checkpointing(engine.module, keep_attention={kept})")
     if "activations" in setup.offload:
@@ -175,9 +178,14 @@ def deepspeed_notes(setup: Setup) -> list[str]:
     return [f"and in the training script: {'; '.join(said)}"] if said else []
 
 
-def megatron_block(plan: Plan, method: Method, tokens: int) -> str:
-    """Arguments for `method`, a UPipe one: all that the plan knows, or UPipe's alone when it was made for DeepSpeed."""
+def megatron_block(plan: Plan, method: Method, tokens: int) -> str | None:
+    """Arguments for `method`, a UPipe one: all that the plan knows, or UPipe's alone when it was made for DeepSpeed.
+
+    None for LoRA, which is served under DeepSpeed.
+    """
     setup = plan.setup
+    if setup.lora_rank:
+        return None
     chunk_heads, memory = _settings(method)
     upipe = [
         f"--context-parallel-size {setup.ranks} --context-parallel-impl upipe",
@@ -250,12 +258,12 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _recommended(plan: Plan, method: Method, tokens: int) -> dict[str, Any]:
-    block = deepspeed_block(plan, method)
+    block, arguments = deepspeed_block(plan, method), megatron_block(plan, method, tokens)
     return {
         **_method(method),
         "tokens": tokens,
         "ds_config": None if block is None else json.loads(block),
-        "megatron": megatron_block(plan, method, tokens).split(),
+        "megatron": None if arguments is None else arguments.split(),
         "notes": {"deepspeed": deepspeed_notes(plan.setup), "megatron": megatron_notes(plan.setup)},
     }
 

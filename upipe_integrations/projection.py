@@ -30,6 +30,8 @@ _PIECES_OF_SCALED = 16
 """Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
 _ROWS_OF_PIECE = 2048
 _DEPTH_OF_PIECE = 512
+SHARED = 4
+"""How many of ``Projection.tensors`` are those of its weights: the first."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,22 @@ class HeadBlock:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """A second input of a projection, which adds ``weight @ input`` to what it projects of x.
+
+    For adapters: how their input comes from x is the caller's, and differentiated there. Several terms are one, side by
+    side along R; a factor belongs on the input. It is computed in the input's dtype, and the sum rounded once.
+
+    Args:
+        input: `[B, L, R]`, this rank's rows; its gradient is summed over stages in float32.
+        weight: `[rows of the projection's weight, R]`.
+    """
+
+    input: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
 class Projection:
     """A query, key or value projection, and what is done to a head after it.
 
@@ -185,6 +203,7 @@ class Projection:
         block: where `weight` and `bias` have more rows for each head than are projected here; places count such
             blocks. None is D rows, all of them.
         columns: the part of x's E that is projected, as wide as the weight; None is all of it.
+        low_rank: added to the projected heads before `function`, or None.
     """
 
     weight: Tensor
@@ -196,6 +215,7 @@ class Projection:
     accumulate_into: Tensor | None = None
     block: HeadBlock | None = None
     columns: range | None = None
+    low_rank: LowRank | None = None
 
     @property
     def projected_dim(self) -> int:
@@ -203,36 +223,42 @@ class Projection:
         return self.head_dim if self.block is None else len(self.block.rows)
 
     def tensors(self) -> list[Tensor | None]:
-        """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned."""
+        """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned.
+
+        The first ``SHARED`` are those that a fused projection has in common with others.
+        """
         return [
             self.weight,
             self.bias,
+            *((self.low_rank.input, self.low_rank.weight) if self.low_rank else (None, None)),
             *(self.function.tensors if self.function else ()),
             *((self.rotary.cos, self.rotary.sin) if self.rotary else ()),
         ]
 
     def with_tensors(self, tensors: Iterator[Tensor | None]) -> Projection:
         """The same projection of other tensors, consumed from `tensors`."""
-        weight, bias = next(tensors), next(tensors)
+        weight, bias, *of_low_rank = itertools.islice(tensors, SHARED)
         assert weight is not None
+        low_rank = None if self.low_rank is None else LowRank(*map(_there, of_low_rank))
         function, rotary = self.function, self.rotary
         if function is not None:
             function = dataclasses.replace(function, tensors=tuple(_next(tensors) for _ in function.tensors))
         if rotary is not None:
             rotary = dataclasses.replace(rotary, cos=_next(tensors), sin=_next(tensors))
-        return dataclasses.replace(self, weight=weight, bias=bias, function=function, rotary=rotary)
+        return dataclasses.replace(self, weight=weight, bias=bias, low_rank=low_rank, function=function, rotary=rotary)
 
     def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
         """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
         return ProjectionGradient.zeros(self, wanted)
 
     def gradient_beside(self, other: ProjectionGradient, wanted: Iterator[bool]) -> ProjectionGradient:
-        """The same where weight and bias are those of another projection, whose gradients take both's sums.
+        """The same where the first tensors are those of another projection, whose gradients take both's sums.
 
-        `wanted` is of the tensors after weight and bias.
+        `wanted` is of the tensors after these ``SHARED``.
         """
-        own = ProjectionGradient.zeros(self, itertools.chain((False, False), wanted))
-        return dataclasses.replace(own, weight=other.weight, bias=other.bias)
+        own = ProjectionGradient.zeros(self, itertools.chain((False,) * SHARED, wanted))
+        shared = {name: getattr(other, name) for name in ("weight", "bias", "low_rank_input", "low_rank_weight")}
+        return dataclasses.replace(own, **shared)
 
     def placed(self, heads: HeadRows) -> HeadRows:
         """Where `heads` are in the weight."""
@@ -240,8 +266,10 @@ class Projection:
 
     def at_rows(self, rows: slice) -> Projection:
         """The projection of some of this rank's rows only: what depends on the row is cut."""
+        low = self.low_rank
         return dataclasses.replace(
             self,
+            low_rank=low and dataclasses.replace(low, input=low.input[:, rows]),
             function=None if self.function is None else self.function.at_rows(rows),
             rotary=None if self.rotary is None else self.rotary.at_rows(rows),
         )
@@ -285,8 +313,19 @@ class Projection:
             projected = torch.nn.functional.linear(x[0], weight, bias)[None]
         else:
             projected = torch.nn.functional.linear(x, weight, bias)
+        if self.low_rank is not None:
+            self._add_low_rank(self.low_rank, projected.flatten(0, 1), heads)
         by_head: Tensor = projected.unflatten(2, (-1, self.projected_dim))
         return by_head
+
+    def _add_low_rank(self, low: LowRank, projected: Tensor, heads: HeadRows) -> None:
+        """Add the term to projected heads `[B * L, heads * D]`, in place."""
+        rows = low.input.flatten(0, 1)
+        weight = self._rows(low.weight, heads, rows.dtype).t()
+        if rows.dtype == projected.dtype:
+            projected.addmm_(rows, weight)
+        else:
+            projected.add_(rows @ weight)
 
     def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
         """The rows of a weight or bias that make `heads`, in the computing precision."""
@@ -307,25 +346,33 @@ class ProjectionGradient:
     projection: Projection
     weight: Tensor | None
     bias: Tensor | None
+    low_rank_input: Tensor | None
+    low_rank_weight: Tensor | None
     function: list[Tensor | None] = dataclasses.field(default_factory=list)
     _weight_rows: Sum = dataclasses.field(default_factory=Sum)
     _bias_rows: Sum = dataclasses.field(default_factory=Sum)
+    _low_rank_rows: Sum = dataclasses.field(default_factory=Sum)
 
     @classmethod
     def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
         """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
         zeros = [projection.accumulate_into, *[None] * (len(projection.tensors()) - 1)]
-        grads = [
+        weight, bias, low_rank_input, low_rank_weight, *rest = [
             (torch.zeros_like(t) if into is None else into) if want and t is not None else None
             for into, t, want in zip(zeros, projection.tensors(), wanted, strict=False)
         ]
+        if low_rank_input is not None:  # [B, L, R] is small
+            low_rank_input = low_rank_input.to(torch.promote_types(low_rank_input.dtype, torch.float32))
         read = len(projection.function.tensors) if projection.function else 0
-        return cls(projection, grads[0], grads[1], grads[2 : 2 + read])
+        return cls(projection, weight, bias, low_rank_input, low_rank_weight, rest[:read])
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``Projection.tensors``; rotary tables get none."""
         weight = None if self.projection.accumulate_into is not None else self.weight
-        return [weight, self.bias, *self.function, *([None, None] if self.projection.rotary else [])]
+        low, of_input = self.projection.low_rank, self.low_rank_input
+        of_input = of_input.to(low.input.dtype) if low is not None and of_input is not None else None
+        of_rotary = [None, None] if self.projection.rotary else []
+        return [weight, self.bias, of_input, self.low_rank_weight, *self.function, *of_rotary]
 
     def add(
         self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
@@ -343,20 +390,38 @@ class ProjectionGradient:
         grad = self._grad_of_projected(projection, received, x, chunk, rows)
         del received
         by_token = grad.flatten(0, 1).flatten(1, 2)
-        dtype = x.dtype if rows is None else torch.promote_types(x.dtype, torch.float32)
+        dtype = _collecting_dtype(x, rows)
         if self.weight is not None:
             self._weight_rows.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
         if self.bias is not None:
             self._bias_rows.add_(by_token.sum(0, dtype=dtype))
+        if projection.low_rank is not None:
+            self._add_low_rank(projection, projection.low_rank, by_token, heads, rows)
         if rows is None:
             self.end_blocks(chunk)
         return by_token, projection.rows_of_x(heads, x)
 
+    def _add_low_rank(
+        self, projection: Projection, low: LowRank, by_token: Tensor, heads: HeadRows, rows: slice | None
+    ) -> None:
+        """Add to the gradients of the low-rank term of `projection`, whose input is `low`'s."""
+        by_token = by_token.to(low.input.dtype)
+        if self.low_rank_weight is not None:
+            dtype = _collecting_dtype(low.input, rows)
+            self._low_rank_rows.add_(product(by_token.t(), low.input.flatten(0, 1), dtype))
+        if self.low_rank_input is not None:
+            total = self.low_rank_input if rows is None else self.low_rank_input[:, rows]
+            add_product(total, by_token, projection._rows(low.weight, heads, by_token.dtype), total.dtype)
+
     def end_blocks(self, chunk: HeadChunk) -> None:
-        """Add what was collected for the chunk to the weight and bias gradients."""
-        for total, collected in ((self.weight, self._weight_rows), (self.bias, self._bias_rows)):
+        """Add what was collected for the chunk to the gradients of weights and bias."""
+        placed = self.projection.placed(chunk.distinct)
+        for total, collected in (
+            (self.weight, self._weight_rows),
+            (self.bias, self._bias_rows),
+            (self.low_rank_weight, self._low_rank_rows),
+        ):
             if total is not None:
-                placed = self.projection.placed(chunk.distinct)
                 _add_head_rows(self.projection.heads_of(total), collected.take(), placed)
 
     def _grad_of_projected(
@@ -559,7 +624,15 @@ def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:
     return torch.tensor([at[head] for row in chunk.by_rank for head in row], device=device)
 
 
+def _collecting_dtype(t: Tensor, rows: slice | None) -> torch.dtype:
+    """The dtype in which products with `t` are collected: float32 over blocks of rows."""
+    return t.dtype if rows is None else torch.promote_types(t.dtype, torch.float32)
+
+
 def _next(tensors: Iterator[Tensor | None]) -> Tensor:
-    tensor = next(tensors)
+    return _there(next(tensors))
+
+
+def _there(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor

@@ -38,6 +38,7 @@ from upipe_integrations.kernels.base import BlockKernel, lse_like
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
 from upipe_integrations.projection import (
+    SHARED,
     GivenHeads,
     GivenHeadsGradient,
     OutputProjection,
@@ -59,7 +60,7 @@ class Sources:
     v: Projection | GivenHeads
     output: OutputProjection | None
     fused: bool = False
-    """Whether weight and bias are one tensor for q, k and v, and so are read and differentiated once."""
+    """Whether weights and bias are the same tensors for q, k and v, and so are read and differentiated once."""
 
     def tensors(self) -> list[Tensor | None]:
         """Every tensor read, q's first."""
@@ -74,13 +75,13 @@ class Sources:
 
     def listed(self, q: list[Tensor | None], k: list[Tensor | None], v: list[Tensor | None]) -> list[Tensor | None]:
         """What belongs to each projection's tensors, in the order of :meth:`tensors`."""
-        shared = _SHARED if self.fused else 0
+        shared = SHARED if self.fused else 0
         return [*q, *k[shared:], *v[shared:]]
 
     def with_tensors(self, tensors: Iterator[Tensor | None]) -> Sources:
         """The same with other tensors."""
         q = self.q.with_tensors(tensors)
-        shared = q.tensors()[:_SHARED] if self.fused else []
+        shared = q.tensors()[:SHARED] if self.fused else []
         k, v = (source.with_tensors(itertools.chain(shared, tensors)) for source in (self.k, self.v))
         output = None if self.output is None else self.output.with_tensors(tensors)
         return dataclasses.replace(self, q=q, k=k, v=v, output=output)
@@ -96,7 +97,6 @@ class Sources:
 
 
 _Gradient = ProjectionGradient | GivenHeadsGradient
-_SHARED = 2  # weight and bias come first among a projection's tensors
 
 
 @dataclass(frozen=True)
