@@ -172,7 +172,9 @@ def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, 
             attending = 2 * s.q / mode.blocks + 6 * piece + (2 * s.kappa + s.expanded) / ranks
             if s.paired:  # K and V up to the piece; then a tile's with their gradients, one of which in float32
                 attending = 2 * s.q / mode.blocks + max(2 * s.q + piece, 6 * s.q / ranks + 6 * piece)
-            in_flight = exchanging + 4 * s.next_kappa if mode.overlap else 0
+            # In flight: the stage's next block, or the next stage's first with its K and V.
+            next_stage = 4 * s.next_q / mode.blocks + 4 * s.next_kappa
+            in_flight = max(exchanging, next_stage) if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
             sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
