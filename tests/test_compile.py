@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from upipe_integrations import (
     FunctionKernel,
     HeadFunction,
     Layout,
+    LowRank,
     Mode,
     OutputProjection,
     Projection,
@@ -94,6 +96,24 @@ def layer_function(layer, mode=None, group=None, *, kernel=KERNELS["math"], rows
         )
 
     return run
+
+
+@pytest.mark.parametrize("memory", ["keep", "fused"])
+def test_a_low_rank_term_is_in_the_graph(memory):
+    layer = make_layer(4, 2, output=True)
+    schedule = Schedule.build(heads=4, kv_heads=2, ranks=1, chunk_heads=2)
+    mode = Mode(memory)
+
+    def run(leaves):
+        given = projections_of(layer, leaves, slice(None))
+        low = LowRank(0.5 * leaves["x"] @ leaves["a"].T, leaves["b"])
+        projections = dataclasses.replace(given, v=dataclasses.replace(given.v, low_rank=low))
+        output = OutputProjection(leaves["wo"]) if mode.fuses_output else None
+        return upipe_attention(leaves["x"], projections, schedule, None, KERNELS["math"], output=output, mode=mode)
+
+    adapter = {"a": torch.randn(3, 24, dtype=torch.float64), "b": torch.randn(16, 3, dtype=torch.float64)}
+    errors = graph_errors(run, {**layer.leaves(), **adapter})
+    assert {"a", "b"} < errors.keys() and max(errors.values()) < 1e-12, errors
 
 
 def _errors_of_modes(kernel: str, features: list[str]) -> dict[tuple, float]:

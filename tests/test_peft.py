@@ -276,7 +276,8 @@ def _stages() -> dict[str, float]:
         plain, wanted = single_process(model, batch), single_process(model.double(), batch)
         errors[f"{targets}, unpatched"] = max(worst(plain, wanted).values())
         del wanted["logits"]
-        for stage, (memory, how) in itertools.product((0, 1, 2, 3), cases):
+        # Hooks that gather and release are ZeRO-3's alone: one case at each of the others.
+        for stage, (memory, how) in [*enumerate(cases), *((3, case) for case in cases)]:
             settings = {"upipe": {"chunk_heads": 4, "memory": memory}}
             engine = lora_engine(stage, settings, targets, **options)
             _checkpoint(engine, how)
@@ -294,7 +295,7 @@ def _stages() -> dict[str, float]:
 def test_lora_at_every_zero_stage_is_one_process():
     """Gradients of the adapters alone, with every kind of checkpointing; ZeRO-3 has all parameters in parts again."""
     for errors in run_ranks(2, _stages):
-        assert len(errors) == 2 * (1 + 4 * 3)
+        assert len(errors) == 2 * (1 + 3 + 3)
         unpatched = {targets: errors.pop(f"{targets}, unpatched") for targets in ("qkvo", "qv")}
         assert max(unpatched.values()) < 3e-5
         # As far from float64 as the unpatched model in float32 is; sums are in another order.
@@ -471,7 +472,7 @@ def refusals():
         ("bdlora", r"v_proj has the adapter 'default' of the kind BdLoraLinearVariant"),
         ("parameters", r"v_proj is a .*ParamWrapper, not a plain torch\.nn\.Linear or PEFT's LoRA of one"),
         ("latent", r"kv_b_proj has an adapter, and makes heads of latents.*leave kv_b_proj out of its target modules"),
-        ("ia3", r"v_proj is a peft\.tuners\.ia3.*Linear, not a plain .*leave v_proj out of its target modules, or rem"),
+        ("ia3", r"v_proj is a peft\.tuners\.ia3.*Linear, not a plain .*leave v_proj out of its target modules, load"),
         ("adalora", r"v_proj is a peft\.tuners\.adalora.*SVDLinear, not a plain"),
         ("vera", r"v_proj is a peft\.tuners\.vera.*, not a plain"),
         ("loha", r"v_proj is a peft\.tuners\.loha.*, not a plain"),
