@@ -26,7 +26,12 @@ from upipe_integrations.mode import MEMORY
 
 SHAPE = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 RANKS, CHUNK_HEADS, TOKENS = 8, 8, 1 << 20
-KINDS = {"matrix product": "#4c78a8", "all-to-all": "#e45756", "attention": "#54a24b", "rotary, copies, sums": "#b8b8b8"}
+KINDS = {
+    "matrix product": "#4c78a8",
+    "all-to-all": "#e45756",
+    "attention": "#54a24b",
+    "rotary, copies, sums": "#b8b8b8",
+}
 _VIEWS = (
     *("prim.device", "aten.view", "aten._unsafe_view", "aten.t", "aten.permute", "aten.slice", "aten.select"),
     *("aten.unsqueeze", "aten.squeeze", "aten.transpose", "aten.alias", "aten.detach", "aten.split_with_sizes"),
@@ -131,13 +136,18 @@ def draw_stages(found: dict[str, tuple[list[Event], list[Event]]], path: Path) -
     from matplotlib import pyplot as plt
 
     figure, panels = plt.subplots(2, 1, figsize=(9, 5.5), sharey=True)
-    titles = {"Ulysses": "Ulysses: all heads at once", "keep": f"UPipe: {len(schedule().stages)} stages, buffers reused"}
+    titles = {
+        "Ulysses": "Ulysses: all heads at once",
+        "keep": f"UPipe: {len(schedule().stages)} stages, buffers reused",
+    }
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         events = found[name][0]
         _bars(axes, events)
         attends = [place for place, event in enumerate(events) if event.kind == "attention"]
         for number, place in enumerate(attends if name != "Ulysses" else (), start=1):
-            axes.annotate(f"stage {number}", (place + 0.5, events[place].gib), (0, 14), "data", "offset points", ha="center")
+            axes.annotate(
+                f"stage {number}", (place + 0.5, events[place].gib), (0, 14), "data", "offset points", ha="center"
+            )
         axes.set(title=title, ylabel="GiB live", xlim=(0, len(events)), xticks=[])
     panels[1].set_xlabel("forward of one layer, operator by operator (not to the scale of time)")
     figure.tight_layout(rect=(0, 0.05, 1, 1))

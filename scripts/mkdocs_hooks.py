@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 _LOG = logging.getLogger("mkdocs.hooks.repository_links")
-_CODE_OR_LINK = re.compile(r"^```.*?^```|(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>\.\./[^)\s#]*)(?:#[^)\s]*)?\)", re.S | re.M)
+_CODE_OR_LINK = re.compile(
+    r"^```.*?^```|(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>\.\./[^)\s#]*)(?:#[^)\s]*)?\)", re.S | re.M
+)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -25,7 +27,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if target.is_relative_to(docs):
             return match[0]
         if not target.exists():
-            _LOG.warning("Doc file '%s' links to '%s', which is not in the repository", page.file.src_uri, match["target"])
+            _LOG.warning(
+                "Doc file '%s' links to '%s', which is not in the repository", page.file.src_uri, match["target"]
+            )
         path = target.relative_to(docs.parent)
         return f"`{path}`" if match["text"] in (path.name, str(path)) else f"{match['text']} (`{path}`)"
 

@@ -73,7 +73,10 @@ def _described(owner: type) -> dict[str, str]:
     """Names under ``Args:`` in the docstring of `owner`, and what it says of each."""
     (block,) = re.findall(r"^Args:\n((?:    .*\n|\n)+)", inspect.cleandoc(owner.__doc__) + "\n", re.MULTILINE)
     entries = re.findall(r"^    (\w+): (.*\n(?:     +.*\n)*)", block, re.MULTILINE)
-    return {name: " ".join(re.sub(r":\w+:|``", lambda m: "`" if m[0] == "``" else "", text).split()) for name, text in entries}
+    return {
+        name: " ".join(re.sub(r":\w+:|``", lambda m: "`" if m[0] == "``" else "", text).split())
+        for name, text in entries
+    }
 
 
 def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
@@ -160,7 +163,9 @@ def test_the_page_is_what_the_code_defines():
     page = _page()
     if os.environ.get("UPIPE_WRITE_DOCS"):
         PAGE.write_text(page)
-    assert PAGE.read_text() == page, "run UPIPE_WRITE_DOCS=1 pytest tests/test_options_page.py and commit docs/options.md"
+    assert PAGE.read_text() == page, (
+        "run UPIPE_WRITE_DOCS=1 pytest tests/test_options_page.py and commit docs/options.md"
+    )
 
 
 def test_every_key_and_value_is_described():
@@ -179,7 +184,11 @@ def _variables_read(file: Path) -> Iterator[str]:
 
 
 def test_every_variable_that_is_read_is_listed():
-    files = [f for package in ("upipe_integrations", "deepspeed_plugin", "megatron_patch") for f in (ROOT / package).rglob("*.py")]
+    files = [
+        f
+        for package in ("upipe_integrations", "deepspeed_plugin", "megatron_patch")
+        for f in (ROOT / package).rglob("*.py")
+    ]
     found = {name for file in [*files, ROOT / "upipe_autoload.py"] for name in _variables_read(file)}
     assert found == set(VARIABLES)
 

@@ -14,7 +14,17 @@ FIELD = "\0"
 """Stands for what is filled in: an f-string's field, or <...> on the page."""
 
 # Where users' settings and batches are checked: each ValueError raised here is on the page, unless it is named below.
-DOORS = ("config.py", "settings.py", "group.py", "guard.py", "options.py", "patches.py", "specs.py", "sharding.py", "layout.py")
+DOORS = (
+    "config.py",
+    "settings.py",
+    "group.py",
+    "guard.py",
+    "options.py",
+    "patches.py",
+    "specs.py",
+    "sharding.py",
+    "layout.py",
+)
 NOT_LISTED = {
     "documents_cut = \0: must be 'each' or 'whole'.": "an argument of UPipeOptions, for code",
     "layout documents \0: must start at 0 and end at the sequence length \0.": "an argument of Layout, for code",
@@ -37,13 +47,19 @@ def _files() -> Iterator[Path]:
 
 
 def _texts() -> set[str]:
-    found = (_text(node) for file in _files() for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.expr))
+    found = (
+        _text(node) for file in _files() for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.expr)
+    )
     return {text for text in found if text and text.strip(FIELD)}
 
 
 def _raised(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) == "ValueError":
+        if (
+            isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and ast.unparse(node.exc.func) == "ValueError"
+        ):
             text = _text(node.exc.args[0])
             assert text is not None, ast.unparse(node)
             yield text
