@@ -26,7 +26,7 @@ QUICK = {
     "speed": "--heads 8 --kv-heads 2 --head-dim 32 --hidden-size 256 --tokens 2048 --chunk-heads 2 --modes keep fused "
     "--no-deepspeed --repeats 3",
 }
-"""The benchmarks' arguments; runs of full size take more than an hour: docs/precision.md and docs/speed.md have them."""
+"""The benchmarks' arguments. At full size they take more than an hour: docs/precision.md and docs/speed.md have that."""
 
 HEAD = """# Measured numbers
 

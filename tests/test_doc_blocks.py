@@ -348,8 +348,8 @@ def test_launchers_take_their_arguments_and_start_what_is_there():
 # What "..." stands for.
 REST = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
-    "--micro-batch-size 1 --attention-dropout 0 --train-iters 10 --lr 1e-5 --data-path text --split 100,0,0 --tokenizer-type NullTokenizer "
-    "--vocab-size 256 --eval-interval 100"
+    "--micro-batch-size 1 --attention-dropout 0 --train-iters 10 --lr 1e-5 --data-path text --split 100,0,0 "
+    "--tokenizer-type NullTokenizer --vocab-size 256 --eval-interval 100"
 )
 
 
