@@ -26,7 +26,7 @@ QUICK = {
     "speed": "--heads 8 --kv-heads 2 --head-dim 32 --hidden-size 256 --tokens 2048 --chunk-heads 2 --modes keep fused "
     "--no-deepspeed --repeats 3",
 }
-"""The benchmarks' arguments. At full size they take more than an hour: docs/precision.md and docs/speed.md have that."""
+"""The benchmarks' arguments. What takes an hour at full size is in docs/precision.md and docs/speed.md."""
 
 HEAD = """# Measured numbers
 
@@ -52,7 +52,7 @@ SPEED = """## Speed
 
 One layer, UPipe beside plain Ulysses in one interleaved run, medians. At this size stages cost most: their overhead is
 constant, attention grows with the square of the length. CPU seconds are the sum of the ranks. The load is the
-machine's at the start, in running processes: where it is above the machine's idle, wall seconds say little.
+machine's at the start, in running processes: where it is above the number of cores, seconds say little.
 
 """
 
