@@ -7,12 +7,15 @@ they accept and refuse. Then the site, its figures and the page of numbers.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,25 +169,29 @@ _SCHEDULE = Schedule.build(heads=32, kv_heads=8, ranks=8, chunk_heads=8)
 # ---------------------------------------------------------------- docs/numbers.md
 
 
-def _report(*arguments: str) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "report.py"), *arguments]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+def _report() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
 
 
-def test_the_numbers_are_those_of_the_results(tmp_path):
-    """The page is made of the files; memory, which is the same on every machine, is measured again."""
-    results, page = tmp_path / "results", tmp_path / "numbers.md"
-    shutil.copytree(ROOT / "benchmarks" / "results", results)
-    _report("--results", str(results), "--page", str(page))
-    committed = (ROOT / "docs" / "numbers.md").read_text()
-    assert page.read_text() == committed, "run python benchmarks/report.py and commit docs/numbers.md"
-    (results / "memory.json").unlink()
-    _report("--run", "memory", "--results", str(results), "--page", str(page))
-    again, before = (_memory_rows(text) for text in (page.read_text(), committed))
-    assert again == before, "run python benchmarks/report.py --run memory and commit what it writes"
-    assert len(again) == 2 * (1 + 2 * len(MEMORY))
+def test_the_numbers_are_those_of_the_results():
+    page = _report()["page"](ROOT / "benchmarks" / "results")
+    assert page == (ROOT / "docs" / "numbers.md").read_text(), "run python benchmarks/report.py"
+    rows = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["rows"]
+    mine = [row for row in rows if row["model"] == "Llama3-8B on 8" and row["chunk_heads"] in (None, 8)]
+    measured = {row["mode"] or "Ulysses": row["training_units"] for row in mine}
+    for memory in MEMORY:
+        if memory in measured:  # a new mode is there once `python benchmarks/report.py --run memory` has been run again
+            # The forms leave out weight gradients, 0.31 at this length, and FlashAttention's row sums.
+            assert 0 <= measured[memory] - upipe_peak(_LLAMA, _SCHEDULE, Mode(memory)).training < 0.8
+    assert len(measured) >= 5 and 0 <= measured["Ulysses"] - ulysses_peak(_LLAMA, 8).training < 0.8
 
 
-def _memory_rows(page: str) -> list[str]:
-    section = page[page.index("## Memory") : page.index("## Precision")]
-    return [line for line in section.splitlines() if line.startswith(("| Llama", "| Qwen"))]
+def test_a_run_leaves_its_command_and_conditions(tmp_path):
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path, dirs_exist_ok=True)
+    report, arguments = _report(), "--json --models 'Llama3-8B on 8' --tokens 131072 --modes keep"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        report["run"]("memory", arguments, tmp_path)
+    page = report["page"](tmp_path)
+    assert f"python benchmarks/memory.py {arguments}\n" in page and "fake tensors, torch 2." in page
+    assert len(re.findall(r"^\| Llama3-8B on 8 \| upipe \| (?:8|16) \| keep \| 131,072 \| \d", page, re.MULTILINE)) == 2
