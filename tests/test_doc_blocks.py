@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 import torch.distributed as dist
 
@@ -261,6 +260,7 @@ def test_targets_of_make_exist():
 
 
 def test_what_pip_installs_exists():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for command in commands():
         if command.program == "pip":
