@@ -27,14 +27,13 @@ PAGE = ROOT / "docs" / "options.md"
 HEAD = """# Every option
 
 Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_options_page.py` from the definitions that the code itself parses and
-validates; the same test fails when this page is not true. A key or a value that is not here is an error that names the
-closest known one.
+validates; the same test fails when this page is not true.
 
 """
 DS_CONFIG = """## ds_config
 
 The block `upipe` of a ds_config, beside `sequence_parallel_size`. Nothing else turns UPipe on, and without the block
-nothing changes.
+nothing changes. A key or a value that is not here is an error that names the closest known one.
 
 """
 MEGATRON = """## Megatron
