@@ -198,10 +198,12 @@ def test_python_of_ranks_runs_and_the_key_changes_no_loss(tmp_path):
     assert places == {"README.md", "docs/howto/host.md", "docs/tutorials/deepspeed.md", "docs/tutorials/trainer.md"}
     first, second = run_ranks(2, _on_ranks, str(tmp_path))
     step = re.compile(r"^step \d+: loss (\S+), gradient norm (\S+)$", re.MULTILINE)
-    figures = {name: [*map(float, sum(step.findall(first["deepspeed"][name]), ()))] for name in ("without", "with")}
+    page = (ROOT / "docs" / "tutorials" / "deepspeed.md").read_text()
+    texts = {**first["deepspeed"], "page": page}
+    figures = {name: [*map(float, sum(step.findall(texts[name]), ()))] for name in ("without", "with", "page")}
     assert len(figures["without"]) == 4 * 2
     assert figures["with"] == pytest.approx(figures["without"], abs=2e-4)  # printed with four digits
-    page = (ROOT / "docs" / "tutorials" / "deepspeed.md").read_text()
+    assert figures["page"] == pytest.approx(figures["with"], abs=2e-3)  # another machine's rounding, through four steps
     begins = re.search(r"`(UPipe: [^`]+)`", page)[1]
     assert first["deepspeed"]["summary"].startswith(begins)
     assert len(first["trainer"]) == 4 + 1
