@@ -208,9 +208,8 @@ def test_python_of_ranks_runs_and_the_key_changes_no_loss(tmp_path):
     assert first["deepspeed"]["summary"].startswith(begins)
     assert len(first["trainer"]) == 4 + 1
     assert all(map(math.isfinite, first["readme"]))
-    assert first["readme"][1:] == pytest.approx(
-        second["readme"][1:], rel=1e-6
-    )  # of whole sequences, on every rank alike
+    # Scores are of whole sequences, on every rank alike.
+    assert first["readme"][1:] == pytest.approx(second["readme"][1:], rel=1e-6)
 
 
 # ---------------------------------------------------------------- configurations
