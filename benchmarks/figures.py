@@ -114,7 +114,7 @@ def closed_form(name: str) -> float:
     return form.gib(TOKENS, SHAPE.head_dim).training
 
 
-def _thinned(events: list[Event], most: int = 200) -> list[Event]:
+def _thinned(events: list[Event], most: int = 100) -> list[Event]:
     """At most `most` events: of neighbours, the one with most memory."""
     step = -(-len(events) // most)
     return [max(events[first : first + step], key=lambda e: e.gib) for first in range(0, len(events), step)]
