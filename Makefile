@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-megatron-0.16 lint typecheck demo demo-megatron release-check clean
+.PHONY: help setup test test-megatron-0.16 lint typecheck docs demo demo-megatron release-check clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -31,6 +31,9 @@ lint: setup ## Run ruff, the format check and the import contracts
 
 typecheck: setup ## Run mypy on the core package
 	@$(BIN)/mypy upipe_integrations
+
+docs: setup ## Build the documentation into build/site; a broken link fails
+	@$(BIN)/mkdocs build --strict
 
 demo: setup ## Run the DeepSpeed demo (ARGS="..." goes to it)
 	@$(ACCEL) $(BIN)/python -m examples.deepspeed.demo $(ARGS)

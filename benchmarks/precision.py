@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import platform
 from collections.abc import Iterator
@@ -249,13 +250,26 @@ def summary_of(tables: list[Table]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_markdown(tables: list[Table], path: Path, arguments: argparse.Namespace) -> None:
-    """The page of the docs."""
-    conditions = (
+def conditions_of(arguments: argparse.Namespace) -> str:
+    """What the figures depend on."""
+    return (
         f"{arguments.tokens} tokens, hidden size {arguments.hidden_size}, heads of {arguments.head_dim}, "
         f"seed {arguments.seed}, {arguments.device}, torch {torch.__version__.split('+')[0]}, "
         f"Python {platform.python_version()}"
     )
+
+
+def write_json(tables: list[Table], path: Path, arguments: argparse.Namespace) -> None:
+    """Conditions, and every row of every table."""
+    rows = []
+    for table in tables:
+        header, *lines = rows_of(table)
+        rows += [{"layer": table.title, **dict(zip(header, line, strict=True))} for line in lines]
+    path.write_text(json.dumps({"conditions": conditions_of(arguments), "rows": rows}, indent=1))
+
+
+def write_markdown(tables: list[Table], path: Path, arguments: argparse.Namespace) -> None:
+    """The page of the docs."""
     parts = []
     for table in tables:
         header, *rows = rows_of(table)
@@ -263,7 +277,7 @@ def write_markdown(tables: list[Table], path: Path, arguments: argparse.Namespac
         parts.append(f"\n## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
     page = PAGE.format(
         path="docs/precision.md",
-        conditions=conditions,
+        conditions=conditions_of(arguments),
         stages=STAGES_OF_TARGET,
         verdicts="\n".join(f"- {line}." for table in tables for line in verdicts(table)),
         summary=summary_of(tables),
@@ -306,6 +320,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page of the docs, besides")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="conditions and every row, besides")
     return parser.parse_args()
 
 
@@ -319,6 +334,8 @@ def main() -> None:
     print_text(tables)
     if arguments.markdown is not None:
         write_markdown(tables, arguments.markdown, arguments)
+    if arguments.json is not None:
+        write_json(tables, arguments.json, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the README says is run: its Python, its ds_config, its keys and its memory table."""
+"""What the README says is true: its ds_configs, its keys, its memory table. Its code runs in test_doc_blocks.py."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ def _blocks(info: str) -> list[str]:
     return [
         textwrap.dedent(block) for block in re.findall(rf"^ *```{info}\n(.*?)```", README, re.DOTALL | re.MULTILINE)
     ]
-
-
-def test_python_blocks_run():
-    blocks = _blocks("python")
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
 
 
 def test_ds_config_blocks_and_files_are_valid():
@@ -76,7 +69,7 @@ def test_the_memory_table_is_the_closed_forms():
 
 
 def _attention_of_the_spec_in_the_readme():
-    (block,) = _blocks("python megatron")
+    (block,) = (block for block in _blocks("python") if "upipe_spec" in block)
     names: dict[str, object] = {}
     exec(compile(block, "README.md", "exec"), names)
     attention = names["spec"].submodules.self_attention
