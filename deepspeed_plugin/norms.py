@@ -60,15 +60,19 @@ class _InverseRms(torch.autograd.Function):
         x, weight, bias, inverse = ctx.saved_tensors
         # d inverse / d projected = -inverse^3 / outputs * projected
         factor = -grad[:, :, 0, 0] * inverse**3 / weight.shape[0]
-        dx = torch.zeros_like(x, dtype=ctx.dtype)
-        dweight, dbias = torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = torch.zeros_like(x, dtype=ctx.dtype) if needs_x else None
+        dweight = torch.zeros_like(weight) if needs_weight else None
+        dbias = torch.zeros_like(bias) if needs_bias else None
         for projected, rows in _parts(x, weight, bias, ctx.size, ctx.dtype):
             part = (projected * factor[..., None]).to(ctx.dtype)
-            dx += part @ weight[rows].to(ctx.dtype)
-            dweight[rows] = (part.flatten(0, 1).t() @ x.to(ctx.dtype).flatten(0, 1)).to(weight.dtype)
+            if dx is not None:
+                dx += part @ weight[rows].to(ctx.dtype)
+            if dweight is not None:
+                dweight[rows] = (part.flatten(0, 1).t() @ x.to(ctx.dtype).flatten(0, 1)).to(weight.dtype)
             if dbias is not None:
                 dbias[rows] = part.flatten(0, 1).sum(0).to(dbias.dtype)
-        return dx.to(x.dtype), dweight, dbias, None, None
+        return None if dx is None else dx.to(x.dtype), dweight, dbias, None, None
 
 
 def _parts(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, dtype: torch.dtype) -> Any:
