@@ -81,7 +81,7 @@ STACK: tuple[tuple[str, str, str], ...] = (
     ("`offload_param`, `offload_optimizer` to the CPU", "as plain Ulysses", "`test_trains_as_plain_ulysses_does`"),
     ("`overlap_comm`, leaf modules around a layer", "as plain Ulysses", "`test_trains_as_plain_ulysses_does`"),
     (
-        ("ZeRO++: hpZ; qwZ, qgZ and quantised frozen weights (DeepSpeed's quantizer needs a GPU: a stand-in is used)"),
+        "ZeRO++: hpZ; qwZ and qgZ (with a stand-in for DeepSpeed's quantizer, which needs a GPU)",
         "as plain Ulysses",
         "`test_trains_as_plain_ulysses_does`",
     ),
@@ -147,14 +147,14 @@ STACK: tuple[tuple[str, str, str], ...] = (
         "`test_checkpoints_know_nothing_of_upipe`",
     ),
     (
-        "universal checkpoints, between plain Ulysses, UPipe and other numbers of ranks",
+        "universal checkpoints, between UPipe, plain Ulysses (which loads them at ZeRO-3 alone) and one rank",
         "equal weights, the same steps after",
         "`test_universal_checkpoints`",
     ),
     (
         (
-            "AutoSP, AutoTP, DeepCompile, ZenFlow, the hybrid engine, AutoEP, random layer-token "
-            "dropping, `partition_activations`"
+            "AutoSP, AutoTP, DeepCompile, ZenFlow, ZeRO++'s frozen weights in 8 bits, the hybrid engine, AutoEP, "
+            "random layer-token dropping, `partition_activations` with ALST's mpu"
         ),
         "refused",
         "`test_is_refused_before_the_model_is_touched`",
