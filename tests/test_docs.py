@@ -78,7 +78,11 @@ STACK: tuple[tuple[str, str, str], ...] = (
         "as one process",
         "`test_deepspeed.py`: `test_a_model_partitioned_from_the_start`",
     ),
-    ("`offload_param`, `offload_optimizer` to the CPU", "as plain Ulysses", "`test_trains_as_plain_ulysses_does`"),
+    (
+        "`offload_param`, `offload_optimizer` to the CPU (NVMe was not run)",
+        "as plain Ulysses",
+        "`test_trains_as_plain_ulysses_does`",
+    ),
     ("`overlap_comm`, leaf modules around a layer", "as plain Ulysses", "`test_trains_as_plain_ulysses_does`"),
     (
         "ZeRO++: hpZ; qwZ and qgZ (with a stand-in for DeepSpeed's quantizer, which needs a GPU)",
