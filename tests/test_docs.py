@@ -59,8 +59,8 @@ window needs causal attention.
 STACK_HEAD = """
 ## With the rest of DeepSpeed's stack
 
-- **as plain Ulysses**: losses, gradient norms and weights of three steps are those of the same ds_config without the
-  `upipe` key (float32; where DeepSpeed computes in bfloat16, no farther from float32).
+- **as plain Ulysses**: losses, gradient norms and weights of three steps are those of plain Ulysses without the setting
+  (float32; where DeepSpeed computes in bfloat16 or 8 bits, no farther from float32 than plain Ulysses is with it).
 - **as one process**: loss and every gradient are those of the whole sequence in one process.
 - **refused**: a `ValueError` that names the setting and the remedy, before the model is touched.
 
@@ -85,12 +85,12 @@ STACK: tuple[tuple[str, str, str], ...] = (
     ),
     ("`overlap_comm`, leaf modules around a layer", "as plain Ulysses", "`test_trains_as_plain_ulysses_does`"),
     (
-        "ZeRO++: hpZ; qwZ and qgZ (with a stand-in for DeepSpeed's quantizer, which needs a GPU)",
+        "ZeRO++: hpZ, qgZ (with a stand-in for DeepSpeed's quantizer, which needs a GPU)",
         "as plain Ulysses",
         "`test_trains_as_plain_ulysses_does`",
     ),
     (
-        "`bf16_master_weights_and_grads`, `bf16_optimizer_states`, `torch_autocast`",
+        "`bf16_master_weights_and_grads`, `bf16_optimizer_states`, `torch_autocast`; ZeRO++ qwZ (the same stand-in)",
         "as plain Ulysses",
         "`test_low_precision_errs_as_ulysses_does`",
     ),

@@ -1,8 +1,7 @@
 """UPipe beside the rest of DeepSpeed's stack: the same run as with plain ALST Ulysses, or refused by name.
 
-``SERVED`` and ``REFUSED`` are the table of docs/supported.md. A served setting is trained with three times, with and
-without the key, and losses, gradient norms and weights are compared; what ALST itself can't run is compared with one
-process.
+The table is in docs/supported.md. What is served is trained with for three steps, and losses, gradient norms and
+weights are compared with those of plain Ulysses without it; what ALST itself can't run is compared with one process.
 """
 
 from __future__ import annotations
@@ -122,19 +121,18 @@ CASES = {
     "offload of parameters and optimizer": Case(
         3, {"zero": {"offload_param": HOST, "offload_optimizer": HOST}, **TORCH_ADAM}, blocks=BOTH
     ),
-    "offload of the optimizer, ZeRO-1": Case(1, {"zero": {"offload_optimizer": HOST}, **TORCH_ADAM}),
-    "offload of the optimizer, ZeRO-2": Case(2, {"zero": {"offload_optimizer": HOST}, **TORCH_ADAM}),
-    "overlap_comm, ZeRO-2": Case(2, {"zero": {"overlap_comm": True}}),
-    "overlap_comm, ZeRO-3": Case(3, {"zero": {"overlap_comm": True}}),
+    "offload of the optimizer, overlap_comm": Case(
+        2, {"zero": {"offload_optimizer": HOST, "overlap_comm": True}, **TORCH_ADAM}
+    ),
     "leaf modules": Case(
         3, {"zero": {"leaf_module": {"classes": ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]}}}
     ),
-    "ZeRO++ hpZ": Case(3, {"zero": {"zero_hpz_partition_size": 2}}, blocks=BOTH),
-    "ZeRO++ qwZ and qgZ": Case(3, {"zero": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}),
+    "ZeRO++ hpZ, overlap_comm": Case(3, {"zero": {"zero_hpz_partition_size": 2, "overlap_comm": True}}, blocks=BOTH),
+    "ZeRO++ qgZ": Case(3, {"zero": {"zero_quantized_gradients": True}}),
     "TiledMLP, ZeRO-2": Case(2, build=_tile_mlps, blocks=BOTH),
     "TiledMLP, ZeRO-3": Case(3, build=_tile_mlps),
     "sequence_tiled_compute": Case(3, build=_tile_any),
-    "engine.compile": Case(2, {"compile": {"deepcompile": False}}, layers=1, started=_compile, blocks=BOTH),
+    "engine.compile": Case(2, {"compile": {"deepcompile": False}}, layers=1, started=_compile, blocks=BOTH[1:]),
 }
 
 
@@ -198,16 +196,20 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
         return {name: p.detach().float().clone() for name, p in named.items()}
 
 
-def _served() -> dict[str, float]:
+def _stand_in_quantizer() -> None:
     import deepspeed
 
     deepspeed.ops.op_builder.QuantizerBuilder.load = lambda self: _Quantizer()
-    errors = {}
-    for name, case in CASES.items():
-        plain = _run(case, None)
-        for block in case.blocks:
-            errors[f"{name}, {block.get('memory', 'keep')}"] = max(worst(_run(case, block), plain).values())
-    return errors
+
+
+def _served() -> dict[str, float]:
+    _stand_in_quantizer()
+    plain = {layers: _run(Case(2, layers=layers), None) for layers in (1, 2)}
+    return {
+        f"{name}, {block.get('memory', 'keep')}": max(worst(_run(case, block), plain[case.layers]).values())
+        for name, case in CASES.items()
+        for block in case.blocks
+    }
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +232,13 @@ LOW = {
     "bf16 masters, ZeRO-3": (3, {"bf16": BF16_MASTERS}),
     "torch_autocast, ZeRO-2": (2, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "torch_autocast, ZeRO-3": (3, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    "ZeRO++ qwZ": (3, {"zero": {"zero_quantized_weights": True}}),
 }
 
 
 def _low_precision() -> dict[str, float]:
     """Distance of the weights after three steps from float32's, beside Ulysses's."""
+    _stand_in_quantizer()
     exact = _run(Case(1), None)
     errors = {}
     for name, (stage, config) in LOW.items():
@@ -248,7 +252,7 @@ def _low_precision() -> dict[str, float]:
 def test_low_precision_errs_as_ulysses_does():
     for errors in run_ranks(2, _low_precision):
         for name in LOW:
-            assert 1e-5 < errors[f"{name}, upipe"] < 1.15 * errors[f"{name}, ulysses"]
+            assert 1e-5 < errors[f"{name}, upipe"] < 1.15 * errors[f"{name}, ulysses"], errors
 
 
 # ---------------------------------------------------------------- frozen parameters
@@ -282,7 +286,7 @@ def _frozen() -> dict[str, float]:
         for name, parts in cases.items():
             forget_ulysses()
             wanted = single_process(_freeze(build(), parts), batch)
-            for stage, memory in ((2, "fused"), (3, "keep")):
+            for stage, memory in ((2, "fused"), (3, "keep"))[: 2 if name in few else 1]:
                 model = _freeze(build(), parts)
                 mpu = _groups_alone(2)
                 engine = make_engine(model, ds_config(stage, upipe={"chunk_heads": 4, "memory": memory}), mpu)
@@ -308,7 +312,7 @@ def _groups_alone(ranks: int) -> Any:
 
 def test_frozen_parameters_leave_the_other_gradients_as_they_are():
     for errors in run_ranks(2, _frozen):
-        assert len(errors) == (6 + 2) * 2
+        assert len(errors) == 6 + 2 + 2 * 2
         assert {case: error for case, error in errors.items() if error > 2e-5} == {}
 
 
@@ -335,13 +339,15 @@ def test_frozen_projections_have_no_gradient_buffers(family, memory):
     for parts in ((), ("self_attn",)):
         model = make_model("qwen3", head_dim=16) if family == "qwen3" else tiny_model(family)
         attached(_freeze(model, parts), 2, None, memory=memory)  # so few that no stage's rows look like a weight
-        weights = [p for n, p in model.named_parameters() if "self_attn" in n and p.dim() == 2]
-        shapes = {tuple(p.shape) for p in weights} - {tuple(p.shape) for n, p in model.named_parameters() if "mlp" in n}
+        of_attention, others = (
+            {tuple(p.shape) for n, p in model.named_parameters() if ("self_attn" in n) == there and p.dim() == 2}
+            for there in (True, False)
+        )
         ids = make_batch(seq=24)["input_ids"]
         out = model(input_ids=ids, position_ids=torch.arange(24)[None], use_cache=False).logits.square().mean()
         with _Allocated() as allocated:
             out.backward()
-        counts.append(sum(shape in shapes for shape in allocated.shapes))
+        counts.append(sum(shape in of_attention - others for shape in allocated.shapes))
     assert counts[0] > 0 and counts[1] == 0
 
 
@@ -702,7 +708,7 @@ def _loaded(folder: str, tag: str, stage: int, key: dict[str, Any], saved: dict)
 
 def _checkpoints(folder: str) -> dict[str, list[float]]:
     errors = {}
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         for saver, loader in (("upipe", "plain"), ("plain", "upipe")):
             keys = {"upipe": UPIPE, "plain": {}}
             engine = _engine_to_save(stage, keys[saver])
@@ -717,7 +723,7 @@ def _checkpoints(folder: str) -> dict[str, list[float]]:
 def test_checkpoints_know_nothing_of_upipe(tmp_path):
     """Public fault 34: optimizer state included."""
     for errors in run_ranks(2, _checkpoints, str(tmp_path)):
-        assert len(errors) == 3 * 2
+        assert len(errors) == 2 * 2
         for case, (at, after) in errors.items():
             assert at == 0 and after < 5e-6, case
 
