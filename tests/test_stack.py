@@ -391,13 +391,16 @@ def _offloaded_activations() -> dict[str, float]:
     for memory in ("keep", "recompute", "fused", "blocks"):
         for checkpointing in ("none", "attention kept", "plain", "DeepSpeed's in host memory"):
             for name, offload in OFFLOADS.items():
+                # DeepSpeed's leave tensors on a CPU where they are: once for each form of attention is enough.
+                if name != "save_on_cpu" and (
+                    memory in ("recompute", "blocks") or checkpointing.startswith("DeepSpeed")
+                ):
+                    continue
                 model = make_model("qwen3")
                 settings = {"upipe": {"chunk_heads": 4, "memory": memory}}
                 stage = 3 if memory == "fused" else 2
                 engine = make_engine(model, ds_config(stage, **settings), register_ulysses(model, 2))
                 if checkpointing.startswith("DeepSpeed"):
-                    if name != "save_on_cpu":
-                        continue
                     _cpu_checkpointing(model)
                     offload = contextlib.nullcontext
                 elif checkpointing != "none":
@@ -415,7 +418,7 @@ def _offloaded_activations() -> dict[str, float]:
 def test_saved_activations_may_be_kept_on_the_host():
     """By saved-tensor hooks and by DeepSpeed's checkpointing, in every memory mode, checkpointed or not."""
     for errors in run_ranks(2, _offloaded_activations):
-        assert len(errors) == 4 * (3 * 2 + 1)
+        assert len(errors) == 4 * 4 + 2 * 3
         assert {case: error for case, error in errors.items() if error > 5e-6} == {}
 
 
