@@ -325,6 +325,8 @@ class _Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.cat.default:  # a stage's rows of q, k and v side by side: no gradient
+            return out
         given = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self.shapes += [
             tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.data_ptr() not in given
