@@ -26,7 +26,6 @@ class _Fault(enum.IntEnum):
     POSITION_SHAPE = 2
     PADDING_MASK = 3
     OTHER_MASK = 4
-    CACHE = 5
 
 
 _ADVICE = {
@@ -39,9 +38,11 @@ _ADVICE = {
     "padded tokens the label -100 and leave attention_mask out (causal attention never looks at them), or pack.",
     _Fault.OTHER_MASK: "attention_mask is not a [batch, rows] mask of ones: custom masks are not supported. Leave it "
     "out, or remove the 'upipe' key.",
-    _Fault.CACHE: "the model was called with a key/value cache (generate()), which sharded attention does not fill. "
-    "Register Ulysses with disable_in_eval=True and call model.eval() to generate, or remove the 'upipe' key.",
 }
+_CACHE = (
+    "upipe: the model was called with a key/value cache (generate()), which sharded attention does not fill. Register "
+    "Ulysses with disable_in_eval=True and call model.eval() to generate, or remove the 'upipe' key."
+)
 
 
 class ShardGuard:
@@ -78,9 +79,9 @@ class ShardGuard:
             positions = positions[0]
         caches = [given.get(name, given.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
         if any(cache is not None for cache in caches):
-            fault, first, restarts = _Fault.CACHE, 0, False
-        else:
-            fault, first, restarts = _inspect(positions, given.get("attention_mask"), tokens.shape[1])
+            # Without asking the other ranks: one rank often generates alone, and would wait for them.
+            raise ValueError(_CACHE)
+        fault, first, restarts = _inspect(positions, given.get("attention_mask"), tokens.shape[1])
         group = self._settings.group.process_group
         mine = [tokens.shape[0], tokens.shape[1], first, int(fault), int(restarts)]
         by_rank = gather_integers(mine, group, tokens.device)

@@ -20,6 +20,7 @@ from deepspeed_plugin.attach import Attachment, attach, attach_distributed
 from deepspeed_plugin.distributed import find_distributed_attention
 from deepspeed_plugin.group import find_group
 from deepspeed_plugin.settings import read_settings
+from deepspeed_plugin.stack import check_stack, correct_checkpoints
 from upipe_integrations import UPipeConfig
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
@@ -72,6 +73,7 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
     except BaseException:
         attachment.undo()
         raise
+    correct_checkpoints(engine)
     engine.upipe = attachment
 
 
@@ -91,12 +93,13 @@ def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
 def _attach(given: dict[str, Any], settings: UPipeConfig, ds_config: dict[str, Any]) -> Attachment:
     from deepspeed.accelerator import get_accelerator
 
-    model = given["model"]
+    model, mpu = given["model"], given.get("mpu")
+    check_stack(model, ds_config, mpu)
     distributed = find_distributed_attention(model)
     if distributed:
         return attach_distributed(distributed, settings)
     zero_stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    group = find_group(ds_config, given.get("mpu"), given.get("mesh_device"), zero_stage)
+    group = find_group(ds_config, mpu, given.get("mesh_device"), zero_stage)
     return attach(
         model,
         settings,

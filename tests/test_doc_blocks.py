@@ -243,12 +243,13 @@ def test_yaml_is_megatrons():
 # ---------------------------------------------------------------- commands
 
 
-def test_commands_of_upipe_run(capsys):
+def test_commands_of_upipe_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     found = dict.fromkeys(c.words for c in commands() if c.program == "upipe")
     benches = [words for words in found if words[1] == "bench"]  # for GPUs; tests/test_bench.py runs small ones
     assert benches and {words[1] for words in found} >= {"plan", "check", "info"}
     for words in benches:
-        assert cli.parser().parse_args(words[1:]).run
+        assert cli._parser().parse_args(words[1:]).run
     for words in found.keys() - benches:
         assert cli.main(words[1:]) == 0, (words, capsys.readouterr().err)
 
