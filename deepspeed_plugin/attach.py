@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_plugin.alst import registered_ulysses
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention
@@ -172,13 +172,8 @@ def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
 
 def _disabled_in_eval(layers: dict[str, nn.Module]) -> bool:
     """Whether Ulysses was registered with ``disable_in_eval`` (Accelerate and the Trainer always do)."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     config: Any = next(iter(layers.values())).config
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    if not inspect.isfunction(function):
-        return False
-    registered = inspect.getclosurevars(function).nonlocals.get("uattn")
+    registered = registered_ulysses().get(config._attn_implementation)
     return bool(getattr(registered, "disable_in_eval", False))
 
 
