@@ -12,13 +12,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from deepspeed_plugin.adapters import check_prompts
+from deepspeed_plugin.alst import registered_ulysses
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
 from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
 from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from deepspeed_plugin.vision import attend_locally, registered_ulysses
+from deepspeed_plugin.vision import attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
@@ -98,7 +99,9 @@ def attach(
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
     # Accelerate and the Trainer always register Ulysses so.
-    disabled_in_eval = bool(getattr(registered_ulysses(next(iter(layers.values()))), "disable_in_eval", False))
+    config_of_all: Any = next(iter(layers.values())).config
+    ulysses = registered_ulysses().get(config_of_all._attn_implementation)
+    disabled_in_eval = bool(getattr(ulysses, "disable_in_eval", False))
     settings = LayerSettings(config, group, disabled_in_eval)
 
     for name, module in layers.items():

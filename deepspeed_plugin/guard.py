@@ -114,11 +114,11 @@ def _changed(
 
 
 class LabelGuard:
-    """Forward pre-hook of a module that takes ``labels``: refuses to let it shift them, or to ignore them.
+    """Forward pre-hook of a module that takes ``labels``: refuses to let it shift them.
 
     A model that computes its own loss shifts labels within the shard it sees, and loses the last label of
     every shard. It does not when it is also given ``shift_labels`` that were shifted before they were sharded, as
-    Transformers' Trainer does; with these alone it computes no loss.
+    Transformers' Trainer does. With these alone, as in the loop of DeepSpeed's documentation, it computes none.
     """
 
     def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
@@ -126,17 +126,11 @@ class LabelGuard:
         self._settings = settings
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError when only one of labels and ``shift_labels`` is given."""
+        """Raises ValueError when labels are given without ``shift_labels``."""
         if self._settings.group.ranks == 1 or (self._settings.disabled_in_eval and not module.training):
             return
         given = self._signature.bind(*args, **kwargs).arguments
         labels, shifted = given.get("labels"), given.get("kwargs", {}).get("shift_labels")
-        if labels is None and shifted is not None:
-            raise ValueError(
-                f"upipe: {type(module).__name__} was called with shift_labels = a tensor of shape "
-                f"{tuple(shifted.shape)} and no labels: it would compute no loss. Take shift_labels out of the batch "
-                "and pass it to deepspeed_plugin.sequence_parallel_loss."
-            )
         if labels is not None and shifted is None:
             raise ValueError(
                 f"upipe: {type(module).__name__} was called with labels, which it would shift within this rank's "

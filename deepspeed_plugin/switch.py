@@ -3,6 +3,7 @@
 ``DeepSpeedEngine.__init__`` is the one place every route passes (``deepspeed.initialize`` with any form of
 config, Accelerate, the Trainer) where model, config and groups are known and ZeRO has not yet touched the
 model. It is wrapped when DeepSpeed's engine module is imported; DeepSpeed itself is never imported here.
+ALST's registration is wrapped the same way (:mod:`deepspeed_plugin.alst`): it comes before the key is known.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import wrapt
 
+from deepspeed_plugin import alst
 from deepspeed_plugin.attach import Attachment, attach, attach_distributed
 from deepspeed_plugin.distributed import find_distributed_attention
 from deepspeed_plugin.group import find_group
@@ -24,6 +26,7 @@ from deepspeed_plugin.stack import check_stack, correct_checkpoints
 from upipe_integrations import UPipeConfig
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
+_ALST_MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 
 class _Switch:
@@ -38,11 +41,19 @@ class _Switch:
         if not self._installed:
             self._installed = True
             wrapt.register_post_import_hook(self._wrap_engine, _ENGINE_MODULE)
+            wrapt.register_post_import_hook(self._wrap_alst, _ALST_MODULE)
 
     def _wrap_engine(self, module: Any) -> None:
         module.DeepSpeedEngine.upipe = None
-        wrapper = wrapt.decorator(_engine_init, enabled=lambda: self.on)
-        module.DeepSpeedEngine.__init__ = wrapper(module.DeepSpeedEngine.__init__)
+        self._wrap(module.DeepSpeedEngine, "__init__", _engine_init)
+
+    def _wrap_alst(self, module: Any) -> None:
+        self._wrap(module.UlyssesSPAttentionHF, "__init__", alst.construct)
+        self._wrap(module.UlyssesSPAttentionHF, "register_with_transformers", alst.register_again)
+
+    def _wrap(self, owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+        # From vars, or a class method would be bound already.
+        setattr(owner, name, wrapt.decorator(wrapper, enabled=lambda: self.on)(vars(owner)[name]))
 
 
 _SWITCH = _Switch()
@@ -66,6 +77,7 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     attachment = _attach_to_engine(given)
     if attachment is None:
+        alst.raise_refusal()
         wrapped(*args, **kwargs)
         return
     try:
@@ -75,6 +87,7 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
         raise
     correct_checkpoints(engine)
     engine.upipe = attachment
+    alst.settle_refusal()
 
 
 def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:

@@ -6,7 +6,6 @@ runs, the function that ALST wraps is registered in ALST's place.
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,21 +14,16 @@ from typing import Any
 
 from torch import nn
 
-
-def registered_ulysses(attention: Any) -> Any:
-    """ALST's attention, if that is what Transformers calls for the module `attention`; else None."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
-    return inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
+from deepspeed_plugin.alst import registered_ulysses
 
 
 def attend_locally(attention: nn.Module) -> bool:
     """Keep ALST out of a vision tower's attention module, by a forward of its own; whether that was needed."""
-    ulysses = registered_ulysses(attention)
+    name: str = attention.config._attn_implementation  # type: ignore[union-attr, assignment]
+    ulysses = registered_ulysses().get(name)
     if ulysses is None:
         return False
-    local = _WithFunction(attention.config._attn_implementation, ulysses.attn)  # type: ignore[union-attr]
+    local = _WithFunction(name, ulysses.attn)
     attention.forward = types.MethodType(local, attention)  # type: ignore[method-assign]
     return True
 

@@ -29,8 +29,9 @@ assert "upipe_integrations" in sys.modules or os.environ.get("TORCH_DEVICE_BACKE
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 ranks = int(os.environ.get("WORLD_SIZE", 1))
 deepspeed.init_distributed("gloo")
-config = transformers.LlamaConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=64, attn_implementation="sdpa")
+# Heads that ALST refuses on 2 ranks, before it knows of the key.
+config = transformers.LlamaConfig(hidden_size=48, intermediate_size=16, num_hidden_layers=1, num_attention_heads=3,
+    num_key_value_heads=3, vocab_size=64, attn_implementation="sdpa")
 model = transformers.LlamaForCausalLM(config)
 mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ranks, micro_batch_size=1)
 engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config={{

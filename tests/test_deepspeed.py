@@ -580,19 +580,39 @@ def test_evaluation_with_disable_in_eval_is_the_unpatched_model():
         assert result["trained"] > 0
 
 
-def _sharded_evaluation() -> float:
+def _sharded_evaluation() -> tuple[float, float]:
+    """Errors of the logits of whole batches, and of those before padding on the right."""
     batch = make_batch(seq=32)
     wanted = single_process(make_model("llama"), batch)["logits"]
+    short = {name: t[:, :27] for name, t in batch.items()}
+    unpadded = single_process(make_model("llama"), short)["logits"]
     model = make_model("llama")
     engine = make_engine(model, ds_config(1, **UPIPE), register_ulysses(model, 2))
     engine.eval()
     with torch.no_grad():
         logits, _ = forward(engine, batch)
-    return float((logits - shard(wanted)).abs().max() / wanted.abs().max())
+        padded, _ = forward(engine, {name: torch.nn.functional.pad(t, (0, 5)) for name, t in short.items()})
+    mine = shard(torch.nn.functional.pad(unpadded, (0, 0, 0, 5)))
+    real = shard(torch.arange(32)[None])[0] < 27
+    return (
+        float((logits - shard(wanted)).abs().max() / wanted.abs().max()),
+        float((padded - mine)[:, real].abs().max() / unpadded.abs().max()),
+    )
 
 
-def test_evaluation_on_shards():
-    for error in run_ranks(2, _sharded_evaluation):
+@pytest.fixture(scope="module")
+def evaluated():
+    return run_ranks(2, _sharded_evaluation)
+
+
+def test_evaluation_on_shards(evaluated):
+    for error, _ in evaluated:
+        assert error < 5e-6
+
+
+def test_a_padded_tail_changes_nothing_before_it(evaluated):
+    """Public fault 31."""
+    for _, error in evaluated:
         assert error < 5e-6
 
 
@@ -686,7 +706,6 @@ def _bad_inputs() -> dict[str, str]:
         "cache": {**good, "past_key_values": _cache(model)},
         "attentions": {**good, "output_attentions": True},
         "labels": {**good, "labels": ids},
-        "shifted labels": {**good, "shift_labels": ids},
         "packed kwargs": {**good, "cu_seq_lens_q": torch.tensor([0, 20, 32])},
     }
     messages = {}
@@ -701,6 +720,8 @@ def _bad_inputs() -> dict[str, str]:
     positional = engine.module.model(ids, ones, positions).last_hidden_state
     plain = engine.module.model(**good).last_hidden_state
     messages["mask of ones"] = str(torch.equal(logits, masked) and torch.equal(positional, plain))
+    given = engine(**good, shift_labels=ids)  # as the loop of ALST's documentation does
+    messages["shift_labels alone"] = str(torch.equal(logits, given.logits) and given.loss is None)
     return messages
 
 
@@ -733,7 +754,6 @@ def bad_inputs():
             "labels",
             r"LlamaForCausalLM was called with labels, which it would shift .*last label of every shard is lost",
         ),
-        ("shifted labels", r"shift_labels = a tensor of shape .* pass it to deepspeed_plugin\.sequence_parallel_loss"),
         ("packed kwargs", r"cu_seq_lens_q = a tensor of shape \(3,\), which UPipe does not support"),
     ],
 )
@@ -747,6 +767,10 @@ def test_bad_input_is_refused_on_every_rank_alike(bad_inputs, case, message):
 
 def test_a_mask_of_ones_is_no_mask(bad_inputs):
     assert all(messages["mask of ones"] == "True" for messages in bad_inputs)
+
+
+def test_shift_labels_alone_change_nothing(bad_inputs):
+    assert all(messages["shift_labels alone"] == "True" for messages in bad_inputs)
 
 
 def test_a_model_whose_engine_fails_is_left_as_it_was(bad_configs):

@@ -37,7 +37,7 @@ def _data(count: int) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def _on_cpu() -> None:
+def _on_cpu(forget: bool = True) -> None:
     """What ``accelerate launch --use_deepspeed`` sets up, but for the backend it would take on a GPU."""
     import deepspeed_plugin
 
@@ -46,41 +46,52 @@ def _on_cpu() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
-    forget_ulysses()
+    if forget:
+        forget_ulysses()
     deepspeed_plugin.register()
 
 
-def _parallelism():
+def _parallelism(ranks: int = 2):
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    return ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
+    return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
 
 
-def make_trainer(stage: int, extra: dict, folder: Path, model: torch.nn.Module | None = None, **options):
-    from transformers import Trainer, TrainingArguments
+def _arguments(config: dict, folder: Path, **options):
+    from transformers import TrainingArguments
 
-    _on_cpu()
-    arguments = TrainingArguments(
+    return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=2,
-        max_steps=4,
         learning_rate=LR,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
         eval_on_start=True,
-        save_strategy="steps",
-        save_steps=2,
         report_to=[],
         disable_tqdm=True,
-        deepspeed=ds_config(stage, gradient_accumulation_steps=2, **extra),
+        deepspeed=config,
         accelerator_config={"use_configured_state": True},
+        **options,
+    )
+
+
+def make_trainer(stage: int, extra: dict, folder: Path, model: torch.nn.Module | None = None, **options):
+    from transformers import Trainer
+
+    _on_cpu()
+    arguments = _arguments(
+        ds_config(stage, gradient_accumulation_steps=2, **extra),
+        folder,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
         parallelism_config=_parallelism(),
         **options,
     )
@@ -208,3 +219,40 @@ def test_a_loop_with_accelerate_computes_what_it_computes_with_plain_ulysses():
         for stage in (1, 3):
             assert len(losses[f"{stage} ulysses"]) == 4 * 2
             assert losses[f"{stage} upipe"] == pytest.approx(losses[f"{stage} ulysses"], rel=1e-4)
+
+
+def _heads_alst_refuses(folder: str) -> dict[str, list[float] | str]:
+    """6 heads and 3 KV heads on 4 ranks: two Trainers in one process with the key, then one without."""
+    from transformers import Trainer
+
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    row = _data(1)[0]
+    forget_ulysses()
+    plain = make_model("llama", **shape)
+    loss = plain(**{name: t[None] for name, t in row.items()}).loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    results: dict[str, list[float] | str] = {"single process": [float(loss), float(loss), float(norm)]}
+    for run, extra in {"first": UPIPE, "second": UPIPE, "no key": {}}.items():
+        _on_cpu(forget=run != "second")
+        config = ds_config(3, gradient_accumulation_steps=2, **extra)
+        arguments = _arguments(
+            config, Path(folder), max_steps=1, save_strategy="no", parallelism_config=_parallelism(ranks=4)
+        )
+        trainer = Trainer(
+            model=make_model("llama", **shape), args=arguments, train_dataset=[row] * 8, eval_dataset=[row] * 4
+        )
+        try:
+            trainer.train()
+            results[run] = history(trainer)
+        except ValueError as error:
+            results[run] = str(error)
+    return results
+
+
+def test_the_trainer_with_heads_that_alst_refuses(tmp_path):
+    """Evaluation loss, training loss and gradient norm are one process's; without the key it fails as before."""
+    for results in run_ranks(4, _heads_alst_refuses, str(tmp_path)):
+        for run in ("first", "second"):
+            assert results[run] == pytest.approx(results["single process"], rel=1e-5), run
+        assert results["no key"] == "Attention head count 6 is not divisible by SP size 4"
