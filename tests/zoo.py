@@ -125,6 +125,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
     config_class = CONFIG_MAPPING[family]
     default = config_class(**_DEFAULT.get(family, {}))
     text = default.get_text_config(decoder=True)
+    if type(text) is type(default):
+        text = default  # not with an encoder-decoder's names changed
     # The plain implementation is there for every family, and knows softcaps and sinks.
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     small = {**_small_settings(text), **_ALSO.get(family, {}), **changes}
