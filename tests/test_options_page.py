@@ -192,7 +192,7 @@ def test_every_variable_that_is_read_is_listed():
     assert found == set(VARIABLES)
 
 
-@pytest.mark.parametrize("words", [["plan"], ["check"], ["info"]])
+@pytest.mark.parametrize("words", [["plan"], ["check"], ["bench"], ["info"]])
 def test_every_option_of_the_command_is_on_the_page(words, capsys):
     with pytest.raises(SystemExit):
         cli.main([*words, "--help"])

@@ -16,7 +16,6 @@ _PACKAGES = (
     "deepspeed", "transformers", "accelerate", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4", "wrapt"
 )  # fmt: skip
 _HOST_MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
-_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _SECONDS = 120
 # In a process of its own, as a training script is: what its `import torch` registers is what counts.
 _PROBE = "import sys, torch, upipe_autoload; print('patched:', upipe_autoload.is_patched(sys.argv[1]))"
@@ -55,11 +54,11 @@ def _autoload(*, probe: bool) -> Iterator[str]:
     points = [p for p in importlib.metadata.entry_points(group="torch.backends") if p.module == "upipe_autoload"]
     by_host = {point.attr: point.name for point in sorted(points, key=lambda point: point.attr)}
     hosts, off = ", ".join(by_host), "import the plugin in your script"
-    turned_off = os.environ.get(_VARIABLE, "1") != "1"  # PyTorch's own rule
+    turned_off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1"  # PyTorch's own rule
     if not by_host:
         state = f"off: PyTorch finds no entry point of this project (not installed); {off}"
     elif turned_off:
-        state = f"off for {hosts}: {_VARIABLE} is set; {off}"
+        state = f"off for {hosts}: TORCH_DEVICE_BACKEND_AUTOLOAD is set; {off}"
     elif importlib.util.find_spec("wrapt") is None:
         state = f"off for {hosts}: wrapt is not installed"
     else:
@@ -74,7 +73,7 @@ def _autoload(*, probe: bool) -> Iterator[str]:
             said = _answer(probes[host])
         yield f"  {host:18} entry point {name}, {registered} by `import torch`; {host} {said}"
     if by_host:
-        yield f"  {'to turn it off':18} {_VARIABLE}=0, or deepspeed_plugin.unregister() in a script"
+        yield f"  {'to turn it off':18} TORCH_DEVICE_BACKEND_AUTOLOAD=0, or deepspeed_plugin.unregister() in a script"
 
 
 def _find(module: str) -> bool:
