@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layers import Layer, upipe_layer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from ulysses import ulysses_layer
 
 from upipe_integrations import Mode, Schedule
+from upipe_integrations.bench.layers import Layer, upipe_layer
+from upipe_integrations.bench.ulysses import ulysses_layer
 from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
