@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def test_every_fault_has_tests_that_exist():
     for number, names in named.items():
         for name in names.split(", "):
             file, function = name.strip("`").split("::")
-            tree = ast.parse((TESTS / f"{file}.py").read_text())
-            functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert function in functions, f"fault {number}: {name}"
+            assert function in _functions(file), f"fault {number}: {name}"
+
+
+@functools.cache
+def _functions(file: str) -> set[str]:
+    tree = ast.parse((TESTS / f"{file}.py").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
