@@ -170,6 +170,27 @@ def _readme() -> list[float]:
     return [float(names["loss"].detach()), *names["scores"].tolist()]
 
 
+def _peft() -> float:
+    """LoRA on the model of an ALST script."""
+    import deepspeed
+
+    from tests.test_deepspeed import UPIPE, ds_config, forward, register_ulysses
+
+    from tests.models import make_batch, make_model
+
+    _forget()
+    Path("ds_config.json").write_text(json.dumps(ds_config(1, **UPIPE)))
+    dist.barrier()
+    model = make_model("llama")
+    names: dict[str, Any] = {"deepspeed": deepspeed, "model": model, "mpu": register_ulysses(model, 2)}
+    (block,) = blocks("python", "docs/peft.md")
+    exec(block.compiled(), names)
+    assert names["engine"].upipe is not None
+    _, loss = forward(names["engine"], make_batch(seq=32))
+    names["engine"].backward(loss)
+    return float(loss.detach())
+
+
 def _host() -> None:
     (block,) = blocks("python", "docs/howto/host.md")
     exec(block.compiled(), {})
@@ -188,14 +209,21 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     where.mkdir()
     os.chdir(where)
     _host()
-    return {"deepspeed": _deepspeed_tutorial(), "readme": _readme(), "trainer": _trainer_tutorial()}
+    return {
+        "deepspeed": _deepspeed_tutorial(),
+        "readme": _readme(),
+        "peft": _peft(),
+        "trainer": _trainer_tutorial(),
+    }
 
 
 def test_python_of_ranks_runs_and_the_key_changes_no_loss(tmp_path):
     pytest.importorskip("deepspeed")
     pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
     places = {b.page for b in blocks("python") if _needs_ranks(b.text)}
-    assert places == {"README.md", "docs/howto/host.md", "docs/tutorials/deepspeed.md", "docs/tutorials/trainer.md"}
+    tutorials = {"docs/tutorials/deepspeed.md", "docs/tutorials/trainer.md"}
+    assert places == {"README.md", "docs/howto/host.md", "docs/peft.md"} | tutorials
     first, second = run_ranks(2, _on_ranks, str(tmp_path))
     step = re.compile(r"^step \d+: loss (\S+), gradient norm (\S+)$", re.MULTILINE)
     page = (ROOT / "docs" / "tutorials" / "deepspeed.md").read_text()
@@ -207,7 +235,7 @@ def test_python_of_ranks_runs_and_the_key_changes_no_loss(tmp_path):
     begins = re.search(r"`(UPipe: [^`]+)`", page)[1]
     assert first["deepspeed"]["summary"].startswith(begins)
     assert len(first["trainer"]) == 4 + 1
-    assert all(map(math.isfinite, first["readme"]))
+    assert all(map(math.isfinite, [*first["readme"], first["peft"]]))
     # Scores are of whole sequences, on every rank alike.
     assert first["readme"][1:] == pytest.approx(second["readme"][1:], rel=1e-6)
 
