@@ -174,9 +174,8 @@ def _peft() -> float:
     """LoRA on the model of an ALST script."""
     import deepspeed
 
-    from tests.test_deepspeed import UPIPE, ds_config, forward, register_ulysses
-
     from tests.models import make_batch, make_model
+    from tests.test_deepspeed import UPIPE, ds_config, forward, register_ulysses
 
     _forget()
     Path("ds_config.json").write_text(json.dumps(ds_config(1, **UPIPE)))
