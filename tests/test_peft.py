@@ -349,16 +349,16 @@ def _dropout() -> dict[str, float]:
 
     for stage in (1, 3):
         wanted = step(stage, {}, "none", 0)
-        for how in (*CHECKPOINTING, "selective"):
+        for how in (*CHECKPOINTING, "selective") if stage == 3 else ("none", "non-reentrant"):
             errors[f"{stage}, {how}"] = max(worst(step(stage, UPIPE, how, 0), wanted).values())
-        assert max(worst(step(stage, UPIPE, "none", 10), wanted).values()) > 0.1, "another mask is seen"
+    assert max(worst(step(3, UPIPE, "none", 10), wanted).values()) > 0.1, "another mask is seen"
     return errors
 
 
 def test_lora_dropout_is_what_ulysses_draws():
     """And drawn again in the recomputation under checkpointing of every kind."""
     for errors in run_ranks(2, _dropout):
-        assert len(errors) == 8
+        assert len(errors) == 4 + 2
         # float32 with sums in another order, each of the two as far from float64 as in the test above.
         assert {case: error for case, error in errors.items() if error > 3e-5} == {}
 
