@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${VENV:-.venv}
 # Not newer: Megatron has no wheels for it.
 versions=${VERSIONS:-3.12 3.13 3.11 3.10}
-extras=${EXTRAS:-deepspeed,megatron,peft,dev,docs}
+extras=${EXTRAS:-deepspeed,megatron,peft,liger,dev,docs}
 stamp=$venv/.stamp
 log=$venv/setup.log
 SECONDS=0

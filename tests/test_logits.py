@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
+import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +216,50 @@ def test_the_stand_in_has_the_signature_of_liger():
     pytest.importorskip("liger_kernel")
     ours = list(inspect.signature(liger_fused_linear_cross_entropy).parameters)
     assert _signature_of_liger()[: len(ours)] == ours
+
+
+def _liger_interpreted() -> dict[str, float]:
+    """Liger's own kernels, run by Triton's interpreter; the second model's forward is Liger's, which fuses its loss."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    from deepspeed_plugin.loss import tiled_sequence_parallel_loss
+
+    batch = make_batch(seq=12)
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    model = make_model("llama")
+    wanted = whole(model, batch)
+    loss = tiled_sequence_parallel_loss(Engine(model), inputs, batch["labels"], reduction="sum", kernel="liger")
+    errors = {"liger": max(worst({"loss": loss.detach(), **gradients(model, loss)}, wanted).values())}
+    apply_liger_kernel_to_llama(
+        rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True
+    )
+    model = make_model("llama").train()
+    errors["its forward, our tiles"] = max(worst(tiled(model, batch, "sum"), wanted).values())
+    output = model(**inputs, labels=batch["labels"], shift_labels=batch["labels"])
+    model.zero_grad(set_to_none=True)
+    tokens = (batch["labels"] != -100).sum()
+    loss = output.loss * tokens  # the model's own is the mean
+    errors["its forward and loss"] = max(worst({"loss": loss.detach(), **gradients(model, loss)}, wanted).values())
+    return errors
+
+
+def test_liger_itself_is_the_torch_kernel():
+    pytest.importorskip("liger_kernel")
+    pytest.importorskip("triton")
+    # A new interpreter: Triton decides at its import.
+    code = "import json; from tests.test_logits import _liger_interpreted as run; print(json.dumps(run()))"
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    errors = json.loads(result.stdout.splitlines()[-1])
+    assert len(errors) == 3
+    assert {case: error for case, error in errors.items() if not error < 1e-5} == {}
 
 
 @pytest.mark.gpu
