@@ -235,8 +235,8 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
   tiles of 64 rows for 192 to 767 rows and of 256 rows beyond, so that 512 rows (2 blocks of 1024) have an error a
   quarter larger than 1024 have, and 256 have as little. Ulysses's own dWk and dWv depend on its length in the same way.
   At 4096 tokens, where 2 and 4 blocks have 2048 and 1024 rows, both targets hold with that kernel: `auto` at most 1.05
-  (32/8 heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8 --stages 1 4
-  8 --blocks 2 4 --modes keep fused blocks --kernels torch-cpu-flash`, and `--layers 8/1 --hidden-size 512`).
+  (32/8 heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8
+  --stages 1 4 8 --blocks 2 4 --modes keep fused blocks --kernels torch-cpu-flash`; `--layers 8/1 --hidden-size 512`).
 
 {tables}"""
 
