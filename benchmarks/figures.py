@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.bench.layers import Layer, upipe_layer
 from upipe_integrations.bench.ulysses import ulysses_layer
-from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks
+from upipe_integrations.measure import FlashWorkspace, LiveMemory, empty_layer, fake_ranks
 from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
 
@@ -64,15 +64,11 @@ class _Recorder(LiveMemory):
 
 def trace(attention: Callable[[Layer], Tensor]) -> tuple[list[Event], list[Event]]:
     """(forward, backward) of one layer, output projection included, on one rank of the default group."""
-    H, K, D, E, L = SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim, SHAPE.hidden_size, TOKENS // RANKS
     with FakeTensorMode(allow_non_fake_inputs=True), _Recorder() as live:
-        sizes = ((1, L, E), (H * D, E), (K * D, E), (K * D, E), (E, H * D), (1, L, D), (1, L, D))
-        tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
-        for leaf in tensors[:5]:
-            leaf.requires_grad_()
+        tensors = empty_layer(SHAPE, TOKENS // RANKS)
         before = live.current
         live.events.clear()
-        y = attention(Layer(*tensors, head_dim=D))
+        y = attention(Layer(*tensors, head_dim=SHAPE.head_dim))
         forward = len(live.events)
         dy = torch.empty_like(y)
         edge = torch.autograd.graph.get_gradient_edge(y)

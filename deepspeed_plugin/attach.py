@@ -100,8 +100,8 @@ def attach(
     entry = _entry_module(model, layers)
     # Accelerate and the Trainer always register Ulysses so.
     config_of_all: Any = next(iter(layers.values())).config
-    ulysses = registered_ulysses().get(config_of_all._attn_implementation)
-    disabled_in_eval = bool(getattr(ulysses, "disable_in_eval", False))
+    ulysses = registered_ulysses()
+    disabled_in_eval = bool(getattr(ulysses.get(config_of_all._attn_implementation), "disable_in_eval", False))
     settings = LayerSettings(config, group, disabled_in_eval)
 
     for name, module in layers.items():
@@ -118,7 +118,7 @@ def attach(
             guards.append(module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True))
         if mrope and "pixel_values" in takes:
             guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
-    vision = [module for module in model.modules() if is_vision(module) and attend_locally(module)]
+    vision = [module for module in model.modules() if is_vision(module) and attend_locally(module, ulysses)]
     return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards, vision)
 
 

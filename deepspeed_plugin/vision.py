@@ -7,20 +7,21 @@ runs, the function that ALST wraps is registered in ALST's place.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from deepspeed_plugin.alst import registered_ulysses
 
+def attend_locally(attention: nn.Module, registered: Mapping[str, Any]) -> bool:
+    """Keep ALST out of a vision tower's attention module, by a forward of its own; whether that was needed.
 
-def attend_locally(attention: nn.Module) -> bool:
-    """Keep ALST out of a vision tower's attention module, by a forward of its own; whether that was needed."""
+    `registered` is what ``registered_ulysses`` found.
+    """
     name: str = attention.config._attn_implementation  # type: ignore[union-attr, assignment]
-    ulysses = registered_ulysses().get(name)
+    ulysses = registered.get(name)
     if ulysses is None:
         return False
     local = _WithFunction(name, ulysses.attn)

@@ -47,6 +47,16 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def empty_layer(shape: LayerShape, rows: int) -> list[Tensor]:
+    """x, wq, wk, wv and wo, which want gradients, and cos and sin, for `rows` of one rank; in bfloat16, not filled."""
+    H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
+    sizes = ((1, rows, E), (H * D, E), (K * D, E), (K * D, E), (E, H * D), (1, rows, D), (1, rows, D))
+    tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+    for leaf in tensors[:5]:
+        leaf.requires_grad_()
+    return tensors
+
+
 def measured_peak(
     shape: LayerShape, tokens: int, attention: Callable[..., Tensor], *, fuses_output: bool = False
 ) -> PeakUnits:
@@ -59,14 +69,10 @@ def measured_peak(
             is run here, by autograd, for the training peak alone.
         fuses_output: `attention` returns y `[1, L, E]` itself.
     """
-    H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
     L = tokens // dist.get_world_size()
-    unit = tokens * D * torch.bfloat16.itemsize
+    unit = tokens * shape.head_dim * torch.bfloat16.itemsize
     with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as live:
-        sizes = ((1, L, E), (H * D, E), (K * D, E), (K * D, E), (E, H * D), (1, L, D), (1, L, D))
-        tensors = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
-        for leaf in tensors[:5]:
-            leaf.requires_grad_()
+        tensors = empty_layer(shape, L)
         before = live.current
         with torch.no_grad():
             live.reset_peak()
