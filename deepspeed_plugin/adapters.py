@@ -38,6 +38,19 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or _name(layer) == _FALCON
 
 
+def is_bare(layer: nn.Module) -> bool:
+    """Whether `layer` is a plain linear layer that does nothing else when it is called.
+
+    That is, without adapters, a forward put in its place, or hooks; but for DeepSpeed's, which ZeRO-3 and its profiler
+    put on every module and which are not about what it computes.
+    """
+    if not _is_plain(layer) or "forward" in vars(layer) or _why_not_weight(layer) is not None:  # type: ignore[arg-type]
+        return False
+    of_forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
+    hooks = (*of_forward, *layer._backward_pre_hooks.values(), *layer._backward_hooks.values())
+    return all(_package(hook) == "deepspeed" for hook in hooks)
+
+
 def plain_layer(layer: Any) -> nn.Linear:
     """The layer itself, or the one under its adapters."""
     plain: nn.Linear = layer.base_layer if _is_lora(layer) else layer
@@ -113,8 +126,12 @@ def _name(layer: nn.Module) -> str:
 
 def _of_peft(hook: Any) -> bool:
     """Whether PEFT put the hook there, as it does to change a LoRA layer's arguments for one call."""
-    function = getattr(hook, "func", hook)
-    return str(getattr(function, "__module__", "")).split(".")[0] == "peft"
+    return _package(hook) == "peft"
+
+
+def _package(hook: Any) -> str:
+    """The package that a hook is from."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).split(".")[0]
 
 
 def check_prompts(model: nn.Module) -> None:

@@ -119,7 +119,9 @@ def attach(
         if mrope and "pixel_values" in takes:
             guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
     vision = [module for module in model.modules() if is_vision(module) and attend_locally(module, ulysses)]
-    return Attachment(_summary(facts, schedules, sorted(kernels), dtype, config), layers, guards, vision)
+    given_output = all(fact.family.takes_output(layers[name], config.mode) for name, fact in facts.items())
+    summary = _summary(facts, schedules, sorted(kernels), dtype, config, given_output=given_output)
+    return Attachment(summary, layers, guards, vision)
 
 
 def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
@@ -196,12 +198,19 @@ def _summary(
     kernels: list[str],
     dtype: torch.dtype,
     config: UPipeConfig,
+    *,
+    given_output: bool,
 ) -> str:
     """The line that is logged; layers that differ from the first are counted, not described."""
     fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
     shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
-    ours = upipe_peak(shape, schedule, config.mode).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
-    theirs = ulysses_peak(shape, schedule.ranks).gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
+    ours, theirs = (
+        peak.gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
+        for peak in (
+            upipe_peak(shape, schedule, config.mode, given_output=given_output),
+            ulysses_peak(shape, schedule.ranks),
+        )
+    )
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
     one_size = fact.value_dim == fact.head_dim

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.adapters import ReadLayer, active_adapters, plain_layer, read_parameters, why_not_readable
+from deepspeed_plugin.adapters import ReadLayer, active_adapters, is_bare, plain_layer, read_parameters, why_not_readable
 from deepspeed_plugin.latent import Latent, latent_inputs
 from deepspeed_plugin.rotary import ModuleRotary
 from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf
@@ -99,10 +99,16 @@ class Family:
             return latent_inputs(module)
         return ("q_proj", "k_proj", "v_proj") if self.fused is None else (self.fused,)
 
+    def takes_output(self, module: nn.Module, mode: Mode) -> bool:
+        """Whether the output projection is read directly too: where `mode` fuses it, and where it may and it is plain."""
+        if self.gate is not None or not mode.takes_output:
+            return mode.fuses_output
+        return mode.fuses_output or is_bare(getattr(module, self.output))
+
     def projections(self, module: nn.Module, mode: Mode) -> tuple[str, ...]:
-        """The linear layers whose weights are read directly; the output projection only where `mode` fuses it."""
+        """The linear layers whose weights are read directly."""
         inputs = self.inputs(module)
-        return (*inputs, self.output) if mode.fuses_output else inputs
+        return (*inputs, self.output) if self.takes_output(module, mode) else inputs
 
 
 def _growing_with_length(module: Any, position_ids: Tensor) -> Tensor:
@@ -313,12 +319,12 @@ class AttentionFacts:
         q = [i + 2 * (i // group) for i in range(self.heads)]
         return [q, *([(group + 2) * j + last for j in range(self.kv_heads)] for last in (group, group + 1))]
 
-    def finish(self, module: nn.Module, x: Tensor, attended: Tensor, mode: Mode) -> Tensor:
-        """The module's output from what was attended (where `mode` fuses it: from what was projected)."""
+    def finish(self, module: nn.Module, x: Tensor, attended: Tensor, projected: bool) -> Tensor:
+        """The module's output from what was attended, or is `projected` already."""
         family = self.family
         if family.gate is not None:
             attended = family.gate(module, x, attended)
-        out = attended if mode.fuses_output else getattr(module, family.output)(attended)
+        out = attended if projected else getattr(module, family.output)(attended)
         if family.output_dropout is not None:
             out = nn.functional.dropout(out, getattr(module, family.output_dropout), module.training)
         return out  # type: ignore[no-any-return]
@@ -487,10 +493,7 @@ def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
 
 
 def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
-    """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.adapters` can read.
-
-    The output projection is read only where `mode` fuses it.
-    """
+    """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.adapters` can read."""
     for projection in family.projections(module, mode):
         layer, of_output = getattr(module, projection), projection == family.output
         reason = why_not_readable(projection, layer)

@@ -73,7 +73,7 @@ class StagedAttention(nn.Module):
 
     Called with this rank's rows `[B, L, E]`, their rotary tables `[B or 1, L, D]` (None: no rotary) and what
     the A sides of adapters made of the rows, by projection; returns `[B, L, H * D]`, or `[B, L, E]` after the output
-    projection in the memory modes that fuse it.
+    projection where :meth:`projects` says so.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
@@ -83,8 +83,16 @@ class StagedAttention(nn.Module):
         self.facts = facts
         self.schedule = schedule
         self.settings = settings
+        self._may_project = facts.family.takes_output(attention, settings.config.mode)
         self.keep_result = False
         """Whether attention runs as an operator whose result selective checkpointing keeps."""
+
+    def projects(self) -> bool:
+        """Whether the output projection is run here now, not as a module.
+
+        Never where it was not at first, as its weight may then not be gathered for this module.
+        """
+        return self._may_project and self.facts.family.takes_output(self._attention[0], self.settings.config.mode)
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
@@ -113,7 +121,7 @@ class StagedAttention(nn.Module):
             x, projections = hidden_states, self._projections(hidden_states, low_rank_inputs, tables, query_factor)
         else:
             x, projections = latent_projections(attention, family.latent, hidden_states, facts.rotary, tables)
-        output = plain_layer(getattr(attention, family.output))
+        output = plain_layer(getattr(attention, family.output)) if self.projects() else None
         return upipe_attention(
             x,
             projections,
@@ -122,7 +130,7 @@ class StagedAttention(nn.Module):
             KERNELS[run_for_real(_chosen_kernel, self.settings.config.kernel, request)],
             spec,
             sinks=sinks,
-            output=OutputProjection(output.weight, output.bias) if mode.fuses_output else None,
+            output=None if output is None else OutputProjection(output.weight, output.bias),
             mode=mode,
         )
 
@@ -276,7 +284,7 @@ def staged_forward(
     if family.query_factor is not None:
         more = (documents, family.query_factor(attention, _positions(attention, options)))
     out = child(hidden_states, *_tables(position_embeddings), low_rank_inputs, *more)
-    return child.facts.finish(attention, hidden_states, out, mode), None
+    return child.facts.finish(attention, hidden_states, out, child.projects()), None
 
 
 def _tables(position_embeddings: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -2,7 +2,8 @@
 
 :class:`UPipeSelfAttention` is the stock ``SelfAttention`` with the same modules under the same names, so
 checkpoints do not change; only how they are run does. ``linear_qkv``'s rows are projected stage by stage, rotated,
-exchanged over the context-parallel group and attended; in the memory modes that fuse it, ``linear_proj`` too.
+exchanged over the context-parallel group and attended; ``linear_proj``'s too, in the memory modes that take it and
+where nothing was added to it.
 
 Megatron's activations are `[s, b, h]`, the engine's `[b, s, h]`; with one sequence per microbatch, as long contexts
 have it, either is a view of the other.
@@ -35,6 +36,7 @@ from megatron_patch.weights import (
     input_norm,
     main_grad_of,
     run_pre_hooks,
+    why_not_readable,
     with_gradient_in_main_grad,
 )
 from upipe_integrations import (
@@ -129,6 +131,7 @@ class UPipeSelfAttention(SelfAttention):
         output = None
         if mode.fuses_output:
             checked_linear(projection, "linear_proj")
+        if mode.takes_output and not self._gated and why_not_readable(projection) is None:
             run_pre_hooks(projection)
             output = OutputProjection(
                 with_gradient_in_main_grad(projection), None, accumulate_into=main_grad_of(projection)

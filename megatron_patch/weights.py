@@ -15,19 +15,24 @@ from torch import Tensor, nn
 _READ = {"weight", "bias", "layer_norm_weight", "layer_norm_bias"}
 
 
-def checked_linear(linear: nn.Module, name: str) -> None:
-    """Raise ValueError where `linear` does more than its weight, bias and input norm say.
+def why_not_readable(linear: nn.Module) -> str | None:
+    """What `linear` does more than its weight, bias and input norm say, or None.
 
     Adapters, quantised or split weights and forward hooks would be bypassed.
     """
     parameters = {of for of, _ in linear.named_parameters()}
-    what = None
     if "weight" not in parameters or parameters - _READ:
-        what = f"has the parameters {', '.join(sorted(parameters))}, not just a weight, a bias and an input norm"
-    elif linear._forward_hooks:
-        what = "has forward hooks, which would not run"
-    elif getattr(linear, "gtp_remat_size", 1) > 1:
-        what = "holds a weight that is split over ranks once more"
+        return f"has the parameters {', '.join(sorted(parameters))}, not just a weight, a bias and an input norm"
+    if linear._forward_hooks:
+        return "has forward hooks, which would not run"
+    if getattr(linear, "gtp_remat_size", 1) > 1:
+        return "holds a weight that is split over ranks once more"
+    return None
+
+
+def checked_linear(linear: nn.Module, name: str) -> None:
+    """Raise ValueError where :func:`why_not_readable` has a reason."""
+    what = why_not_readable(linear)
     if what:
         raise ValueError(
             f"upipe: {name} ({type(linear).__name__}) {what}. UPipe reads this layer's weight directly: remove what "

@@ -56,10 +56,12 @@ def run_sharded(
     dropout: Dropout | None = None,
     partial: str | None = None,
     mode: Mode | None = None,
+    outside: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Output and gradients as :func:`tests.reference.reference` gives them: full sequence, summed over ranks.
 
-    `partial` runs the form for given heads: "batch" or "sequence" first.
+    `partial` runs the form for given heads: "batch" or "sequence" first. `outside`: the output projection is not part
+    of the call though the mode takes it.
     """
     C = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
@@ -74,7 +76,7 @@ def run_sharded(
     projections = projections_of(layer, leaves, rows)
     spec, sinks = spec_of(layer, dropout), leaves.get("sinks")
     if partial is None:
-        fuses = mode is not None and mode.fuses_output
+        given = "wo" in leaves and (mode or Mode()).takes_output and not outside
         out = upipe_attention(
             leaves["x"],
             projections,
@@ -84,10 +86,10 @@ def run_sharded(
             spec,
             layout=layout,
             sinks=sinks,
-            output=OutputProjection(leaves["wo"], leaves.get("bo")) if fuses else None,
+            output=OutputProjection(leaves["wo"], leaves.get("bo")) if given else None,
             mode=mode,
         )
-        if "wo" in leaves and not fuses:
+        if "wo" in leaves and not given:
             out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
     else:
         first = partial == "sequence"

@@ -99,9 +99,8 @@ def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[s
             return _ulysses(h, layer, leaves, rows).sin()
         mode = Mode(memory, operator=selective)
         projections = projections_of(layer, leaves, rows)
-        output = OutputProjection(leaves["wo"]) if mode.fuses_output else None
-        y = upipe_attention(h, projections, schedule, dist.group.WORLD, layer.kernel, output=output, mode=mode)
-        return (y if mode.fuses_output else torch.nn.functional.linear(y, leaves["wo"])).sin()
+        output = OutputProjection(leaves["wo"])
+        return upipe_attention(h, projections, schedule, dist.group.WORLD, layer.kernel, output=output, mode=mode).sin()
 
     sent = 0
     original = dist.all_to_all_single

@@ -79,7 +79,7 @@ def layer_function(layer, mode=None, group=None, *, kernel=KERNELS["math"], rows
     """A function of leaves, with a norm before attention; all but schedule and kernel is made while it is traced."""
     C = 1 if group is None else dist.get_world_size(group)
     schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=C, chunk_heads=2 * C)
-    fuses = mode is not None and mode.fuses_output
+    given = (mode or Mode()).takes_output and "wo" in layer.leaves()
 
     def run(leaves):
         return upipe_attention(
@@ -91,7 +91,7 @@ def layer_function(layer, mode=None, group=None, *, kernel=KERNELS["math"], rows
             spec_of(layer),
             layout=layout,
             sinks=leaves.get("sinks"),
-            output=OutputProjection(leaves["wo"], leaves.get("bo")) if fuses else None,
+            output=OutputProjection(leaves["wo"], leaves.get("bo")) if given else None,
             mode=mode,
         )
 
@@ -108,7 +108,7 @@ def test_a_low_rank_term_is_in_the_graph(memory):
         given = projections_of(layer, leaves, slice(None))
         low = LowRank(0.5 * leaves["x"] @ leaves["a"].T, leaves["b"])
         projections = dataclasses.replace(given, v=dataclasses.replace(given.v, low_rank=low))
-        output = OutputProjection(leaves["wo"]) if mode.fuses_output else None
+        output = OutputProjection(leaves["wo"])
         return upipe_attention(leaves["x"], projections, schedule, None, KERNELS["math"], output=output, mode=mode)
 
     adapter = {"a": torch.randn(3, 24, dtype=torch.float64), "b": torch.randn(16, 3, dtype=torch.float64)}

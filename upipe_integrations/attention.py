@@ -18,10 +18,10 @@ from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
-from upipe_integrations.operators import attention_operator
+from upipe_integrations.operators import attention_in_graph, forward_by_operator
 from upipe_integrations.projection import GivenHeads, LowRank, OutputProjection, Projection
 from upipe_integrations.schedule import Schedule
-from upipe_integrations.staged import Call, Sources, run_backward, run_forward
+from upipe_integrations.staged import Call, Sources, project, run_backward, run_forward
 from upipe_integrations.tracing import run_for_real
 
 
@@ -62,7 +62,9 @@ def upipe_attention(
         layout: which rows a rank holds; None is contiguous, rank r holding rows ``[r * L, (r + 1) * L)``.
         sinks: `[H]`, one logit per query head that takes part in its softmax without a value, the same on
             every rank; each rank gets the gradient of the heads it attends.
-        output: the output projection, for modes that fuse it; required by them and refused by the others.
+        output: the output projection; required by modes that fuse it. Those that keep the attention output then
+            project its gradient stage by stage instead of whole, in one `[B, S, D]` tensor per query head of a rank
+            less; ``"recompute"`` leaves the projection to the caller.
         mode: what is kept for backward; None keeps the attention output.
         x_group: ranks among which this rank's L rows are split once more (Megatron's sequence parallelism over its
             tensor-parallel group): x is then `[B, L / T, E]`, gathered forward and again backward so that only the
@@ -70,7 +72,7 @@ def upipe_attention(
 
     Returns:
         `[B, L, H * Dv]` in checkpoint order, as the output projection takes it, or `[B, L, Y]` after it where
-        the mode fuses it; in the dtype of `x` (under autocast: autocast's). Differentiable once, in x, weights,
+        it is given; in the dtype of `x` (under autocast: autocast's). Differentiable once, in x, weights,
         biases, sinks and the tensors of head functions.
 
     Raises:
@@ -226,11 +228,11 @@ def _check_places(name: str, places: tuple[int, ...], heads: int, there: int, sh
 def _check_output(
     output: OutputProjection | None, mode: Mode, projections: AttentionProjections, schedule: Schedule
 ) -> None:
-    if mode.fuses_output != (output is not None):
+    if mode.fuses_output if output is None else not mode.takes_output:
         raise ValueError(
             f"memory mode {mode.memory!r} with{'out' if output is None else ''} an output projection: 'fused' and "
-            "'blocks' need it, the others leave it to the caller. Pass output=OutputProjection(weight, bias) exactly "
-            "with the former."
+            "'blocks' need it, 'keep_heads' and 'keep' may have it, 'recompute' leaves it to the caller. Pass "
+            "output=OutputProjection(weight, bias), or None, accordingly."
         )
     if output is not None:
         width = schedule.heads * projections.v.head_dim
@@ -301,11 +303,10 @@ def _check_blocks(call: Call, rows: int) -> None:
 
 
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """The call through autograd: by its operator in compiled code and where the mode asks for it, else directly."""
+    """The call through autograd."""
     tensors = call.sources.tensors()
-    by_operator = not call.sources.accumulate if torch.compiler.is_compiling() else call.mode.operator
-    if by_operator:
-        return attention_operator(call.without_tensors(), [x, sinks, *tensors])
+    if torch.compiler.is_compiling() and not call.sources.accumulate:
+        return attention_in_graph(call.without_tensors(), [x, sinks, *tensors])
     return _apply_directly(call.without_tensors(), x, sinks, *tensors)
 
 
@@ -321,10 +322,13 @@ class _UPipeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor | None, sinks: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        result, more = run_forward(call, x, sinks, tensors)
+        if call.mode.operator:
+            attended, more = forward_by_operator(call, [x, sinks, *tensors])
+        else:
+            attended, more = run_forward(call, x, sinks, tensors)
         ctx.call = call
-        ctx.save_for_backward(x, sinks, *tensors, *([result, *more] if call.mode.keeps_output else []))
-        return result
+        ctx.save_for_backward(x, sinks, *tensors, *([attended, *more] if call.mode.keeps_output else []))
+        return project(call, attended, tensors)
 
     @staticmethod
     @once_differentiable

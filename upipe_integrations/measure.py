@@ -58,7 +58,7 @@ def empty_layer(shape: LayerShape, rows: int) -> list[Tensor]:
 
 
 def measured_peak(
-    shape: LayerShape, tokens: int, attention: Callable[..., Tensor], *, fuses_output: bool = False
+    shape: LayerShape, tokens: int, attention: Callable[..., Tensor], *, projects: bool = False
 ) -> PeakUnits:
     """Peaks of one layer on one rank of the default group, in bfloat16, all weight gradients included.
 
@@ -67,7 +67,7 @@ def measured_peak(
         tokens: of the whole sequence.
         attention: `(x, wq, wk, wv, wo, cos, sin)` to the attended heads `[1, L, H * D]`; their output projection
             is run here, by autograd, for the training peak alone.
-        fuses_output: `attention` returns y `[1, L, E]` itself.
+        projects: `attention` returns y `[1, L, E]` itself.
     """
     L = tokens // dist.get_world_size()
     unit = tokens * shape.head_dim * torch.bfloat16.itemsize
@@ -79,7 +79,7 @@ def measured_peak(
             attention(*tensors)
             forward = live.peak - before
         y = attention(*tensors)
-        if not fuses_output:
+        if not projects:
             y = F.linear(y, tensors[4])
         dy = torch.empty_like(y)
         edge = torch.autograd.graph.get_gradient_edge(y)
@@ -89,19 +89,22 @@ def measured_peak(
         return PeakUnits(forward / unit, (live.peak - before) / unit)
 
 
-def measured_upipe_peak(shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int) -> PeakUnits:
-    """:func:`measured_peak` of the engine."""
+def measured_upipe_peak(
+    shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int, *, given_output: bool = True
+) -> PeakUnits:
+    """:func:`measured_peak` of the engine; `given_output` as in ``memory.upipe_peak``."""
+    projects = mode.fuses_output or (mode.takes_output and given_output)
 
     def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         D, rotary = shape.head_dim, RotateHalf(cos, sin)
         projections = AttentionProjections(
             Projection(wq, D, rotary=rotary), Projection(wk, D, rotary=rotary), Projection(wv, D)
         )
-        output = OutputProjection(wo) if mode.fuses_output else None
+        output = OutputProjection(wo) if projects else None
         kernel = FlashWorkspace()
         return upipe_attention(x, projections, schedule, dist.group.WORLD, kernel, output=output, mode=mode)
 
-    return measured_peak(shape, tokens, attention, fuses_output=mode.fuses_output)
+    return measured_peak(shape, tokens, attention, projects=projects)
 
 
 class LiveMemory(TorchDispatchMode):

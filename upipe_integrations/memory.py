@@ -68,8 +68,13 @@ def ring_peak(layer: LayerShape, ranks: int) -> PeakUnits:
     return PeakUnits(h + 4 * k + 2 * h + h, training)
 
 
-def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) -> PeakUnits:
-    """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass."""
+def upipe_peak(
+    layer: LayerShape, schedule: Schedule, mode: Mode | None = None, *, given_output: bool = True
+) -> PeakUnits:
+    """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass.
+
+    `given_output`: whether the call has the output projection, in modes that may have it or not.
+    """
     mode = mode or Mode()
     h, _, chi = _per_rank(layer, schedule.ranks)
     lse = h * _LSE_BYTES / (2 * layer.head_dim)
@@ -77,7 +82,14 @@ def upipe_peak(layer: LayerShape, schedule: Schedule, mode: Mode | None = None) 
         _StageSizes.of(stage, after if mode.overlap else None)
         for stage, after in zip_longest(schedule.stages, schedule.stages[1:])
     ]
-    return PeakUnits(_forward_peak(stages, mode, h, chi, lse), _training_peak(stages, mode, h, chi, schedule.ranks))
+    forward, training = (
+        _forward_peak(stages, mode, h, chi, lse),
+        _training_peak(stages, mode, h, chi, schedule.ranks),
+    )
+    if mode.keeps_output and given_output:  # y is beside what was attended; its gradient is never whole
+        forward = max(forward, h + chi + lse + sum(s.received for s in stages) * mode.keeps_heads)
+        training -= h
+    return PeakUnits(forward, training)
 
 
 def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: Mode) -> float:

@@ -23,7 +23,8 @@ class Mode:
     Args:
         memory: ``"keep_heads"`` keeps q, k and v for backward as each stage received them, besides what ``"keep"``
             does, so that none is exchanged again, nor projected but for a head function's own gradient;
-            ``"keep"`` keeps the attention output and lse (as FlashAttention does);
+            ``"keep"`` keeps the attention output and lse (as FlashAttention does), and where the output projection is
+            part of the call (``takes_output``) projects its gradient stage by stage, so that it never exists whole;
             ``"recompute"`` keeps neither and attends each stage again in backward, so that the output may be
             freed before; ``"fused"`` does so with the output projection inside the stage loop, so that neither
             the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
@@ -53,6 +54,11 @@ class Mode:
     def keeps_output(self) -> bool:
         """Whether the attention output and lse are kept for backward."""
         return self.memory in ("keep_heads", "keep")
+
+    @property
+    def takes_output(self) -> bool:
+        """Whether the output projection can be part of the call."""
+        return self.keeps_output or self.fuses_output
 
     @property
     def fuses_output(self) -> bool:

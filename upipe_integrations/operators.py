@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import group_ranks
-from upipe_integrations.staged import Call, kept_like, run_backward, run_forward
+from upipe_integrations.staged import Call, kept_like, project, run_backward, run_forward
 from upipe_integrations.tracing import run_for_real
 
 
@@ -25,10 +25,9 @@ class _Prepared:
 
     _numbers = itertools.count()
 
-    def __init__(self, call: Call, given: tuple[bool, ...], *, in_graph: bool = False) -> None:
+    def __init__(self, call: Call, given: tuple[bool, ...]) -> None:
         self.call = call
         self.given = given
-        self.in_graph = in_graph
         self.number = next(self._numbers)
         _PREPARED[self.number] = self
 
@@ -39,21 +38,28 @@ class _Prepared:
         return x, sinks, rest
 
 
-# A call lives as long as its user: the caller in forward, the autograd context until backward, or the cache.
+# A call lives as long as its user: the caller, or the cache of those in compiled code.
 _PREPARED: weakref.WeakValueDictionary[int, _Prepared] = weakref.WeakValueDictionary()
-_prepared_for_good = functools.cache(functools.partial(_Prepared, in_graph=True))
+_prepared_for_good = functools.cache(_Prepared)
 
 
-def attention_operator(call: Call, inputs: Sequence[Tensor | None]) -> Tensor:
-    """The result of `call` (without tensors) on x, sinks and its tensors, by ``torch.ops.upipe.attention``."""
-    given = tuple([t is not None for t in inputs])
-    if torch.compiler.is_compiling():
-        number = run_for_real(_number_for_good, call, given)
-    else:
-        prepared = _Prepared(call, given)
-        number = prepared.number
-    results: list[Tensor] = torch.ops.upipe.attention([t for t in inputs if t is not None], number)
+def forward_by_operator(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    """What ``run_forward`` gives for `call` (without tensors), by ``torch.ops.upipe.attention``; not differentiable."""
+    prepared = _Prepared(call, _given(inputs))
+    attended, *more = torch.ops.upipe.attention([t for t in inputs if t is not None], prepared.number)
+    return attended, more
+
+
+def attention_in_graph(call: Call, inputs: Sequence[Tensor | None]) -> Tensor:
+    """The result of `call` (without tensors) on x, sinks and its tensors, in compiled code, by an operator."""
+    number = run_for_real(_number_for_good, call, _given(inputs))
+    tensors = [t for t in inputs if t is not None]
+    results: list[Tensor] = torch.ops.upipe.attention_in_graph(tensors, number)
     return results[0]
+
+
+def _given(inputs: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    return tuple([t is not None for t in inputs])
 
 
 def _number_for_good(call: Call, given: tuple[bool, ...]) -> int:
@@ -62,22 +68,53 @@ def _number_for_good(call: Call, given: tuple[bool, ...]) -> int:
 
 @torch.library.custom_op("upipe::attention", mutates_args=())
 def _attention(tensors: list[Tensor], call: int) -> list[Tensor]:
-    """The result, and what else the mode keeps for backward."""
+    """What was attended (projected, where the mode fuses that), and what else the mode keeps for backward."""
+    return _forward(_PREPARED[call], tensors)
+
+
+def _forward(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
+    attended, more = run_forward(prepared.call, *prepared.inputs(tensors))
+    return [attended, *(t.contiguous() for t in more)]
+
+
+@torch.library.custom_op("upipe::attention_in_graph", mutates_args=())
+def _attention_in_graph(tensors: list[Tensor], call: int) -> list[Tensor]:
+    """The result, what was attended where that is something else, and what else the mode keeps for backward.
+
+    In eager mode these are apart, so that selective checkpointing keeps what was attended and not y as well; compiled
+    code keeps of an operator's results those that are read.
+    """
     prepared = _PREPARED[call]
-    result, more = run_forward(prepared.call, *prepared.inputs(tensors))
-    return [result, *(t.contiguous() for t in more)]
+    attended, *more = _forward(prepared, tensors)
+    y = project(prepared.call, attended, prepared.inputs(tensors)[2])
+    return [attended, *more] if y is attended else [y, attended, *more]
 
 
 @_attention.register_fake
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
+    return _forward_like(_PREPARED[call], tensors)
+
+
+@_attention_in_graph.register_fake
+def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     prepared = _PREPARED[call]
+    attended, *more = _forward_like(prepared, tensors)
+    output = prepared.call.with_tensors(prepared.inputs(tensors)[2]).sources.output
+    if output is None or not prepared.call.projects_after:
+        return [attended, *more]
+    return [attended.new_empty(*attended.shape[:2], output.weight.shape[0]), attended, *more]
+
+
+def _forward_like(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
+    """Empty tensors like the results of :func:`_forward`."""
     x, _, rest = prepared.inputs(tensors)
-    of = prepared.call.with_tensors(rest)
-    sources = of.sources
+    call = prepared.call.with_tensors(rest)
+    sources = call.sources
     B, L = sources.q.shape_of(x)
-    L *= group_ranks(of.x_group)
-    width = sources.v.head_dim * of.schedule.heads if sources.output is None else sources.output.weight.shape[0]
-    return [tensors[0].new_empty(B, L, width, dtype=of.dtype), *kept_like(of, tensors[0], (B, L))]
+    L *= group_ranks(call.x_group)
+    fused = sources.output if call.mode.fuses_output else None
+    width = sources.v.head_dim * call.schedule.heads if fused is None else fused.weight.shape[0]
+    return [tensors[0].new_empty(B, L, width, dtype=call.dtype), *kept_like(call, tensors[0], (B, L))]
 
 
 @torch.library.custom_op("upipe::attention_backward", mutates_args=())
@@ -85,20 +122,12 @@ def _attention_backward(
     grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int
 ) -> list[Tensor]:
     """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
-    with _autograd_there():
-        grads = _gradients(_PREPARED[call], grad, tensors, list(kept), wanted)
-    return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
-
-
-def _gradients(
-    prepared: _Prepared, grad: Tensor, tensors: Sequence[Tensor], kept: list[Tensor], wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradient of each of the tensors, where it is wanted; empties `kept`."""
+    prepared = _PREPARED[call]
     wants = iter(wanted)
     wanted_of_all = [given and next(wants) for given in prepared.given]
-    with torch.no_grad():
-        grads = run_backward(prepared.call, grad, prepared.inputs(tensors), kept, wanted_of_all)
-    return [g for g, given in zip(grads, prepared.given, strict=True) if given]
+    with _autograd_there(), torch.no_grad():
+        grads = run_backward(prepared.call, grad, prepared.inputs(tensors), list(kept), wanted_of_all)
+    return [g for g, want in zip(grads, wanted_of_all, strict=True) if g is not None and want]
 
 
 @_attention_backward.register_fake
@@ -129,22 +158,18 @@ def _autograd_there() -> Any:
 
 def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
     tensors, ctx.number = inputs
-    ctx.prepared = _PREPARED[ctx.number]
+    call = _PREPARED[ctx.number].call
     ctx.wanted = [t.requires_grad for t in tensors]
     ctx.read = len(tensors)
-    kept = output if ctx.prepared.call.mode.keeps_output else []
+    kept = output[call.projects_after :] if call.mode.keeps_output else []
     ctx.save_for_backward(*tensors, *kept)
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
     saved = list(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is kept is then freed stage by stage
     tensors, kept = saved[: ctx.read], saved[ctx.read :]
-    del saved
-    if not ctx.prepared.in_graph:
-        return _gradients(ctx.prepared, grads[0], tensors, kept, ctx.wanted), None
     of_wanted = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))
     return [next(of_wanted) if want else None for want in ctx.wanted], None
 
 
-_attention.register_autograd(_backward, setup_context=_setup_context)
+_attention_in_graph.register_autograd(_backward, setup_context=_setup_context)

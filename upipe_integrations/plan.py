@@ -158,6 +158,11 @@ class Setup:
                 raise ValueError(f"--host megatron with {what}")
 
     @property
+    def plain_output(self) -> bool:
+        """Whether the output projection is a plain layer, which memory modes that may take it then do."""
+        return not self.lora_rank
+
+    @property
     def shards(self) -> int:
         """GPUs over which ZeRO splits."""
         return self.ranks * self.dp
@@ -328,8 +333,9 @@ class Plan:
                         continue
                     schedule, mode = self._schedule(method.config), method.config.mode
                     weights = weight_gradients(self.shape, tokens, schedule, mode)
-                    form = upipe_peak(self.shape, schedule, mode).training + weights
-                    measured = measured_upipe_peak(self.shape, schedule, mode, tokens).training
+                    given = {"given_output": self.setup.plain_output}
+                    form = upipe_peak(self.shape, schedule, mode, **given).training + weights
+                    measured = measured_upipe_peak(self.shape, schedule, mode, tokens, **given).training
                     yield Traced(method, tokens, form * gib, measured * gib)
 
     def _schedule(self, config: UPipeConfig) -> Schedule:
@@ -448,7 +454,8 @@ def _units(method: Method, shape: LayerShape, setup: Setup) -> _Units:
     mode = method.config.mode
     out = 0 if mode.fuses_output else h
     more = (lse if mode.keeps_output else 0) + (received_heads(schedule) if mode.keeps_heads else 0)
-    return _Units(upipe_peak(shape, schedule, mode).training, out + more, (out or chi) + more)
+    peak = upipe_peak(shape, schedule, mode, given_output=setup.plain_output).training
+    return _Units(peak, out + more, (out or chi) + more)
 
 
 def _memory(model: Model, setup: Setup, units: _Units, tokens: int) -> Memory:

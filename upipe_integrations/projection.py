@@ -511,7 +511,7 @@ class GivenHeadsGradient:
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The output projection, inside the stage loop: y is summed over stages and heads are never all there.
+    """The output projection: in the stage loop, where y is summed over stages and heads are never all there, or after it.
 
     Args:
         weight: `[Y, H * Dv]` in checkpoint order, as in ``nn.Linear``.
@@ -543,6 +543,16 @@ class OutputProjection:
         rows = _by_token(received)
         weight = self.by_head(received.shape[4])._rows(self.weight.t(), chunk.by_rank, received.dtype)
         return add_product(y, rows, weight, sum_dtype)
+
+    def of_all(self, attended: Tensor) -> Tensor:
+        """y `[B, L, Y]` of all attended heads `[B, L, H * Dv]`."""
+        bias = None if self.bias is None else self.bias.to(attended.dtype)
+        return torch.nn.functional.linear(attended, self.weight.to(attended.dtype), bias)
+
+    def add_all_rows(self, total: Tensor, attended: Tensor, dy: Tensor) -> None:
+        """Add what all attended heads `[B, L, H, Dv]` and dy `[B, L, Y]` contribute to the weight's gradient."""
+        dtype = torch.promote_types(total.dtype, dy.dtype)
+        add_product(total, dy.flatten(0, 1).t(), attended.flatten(2, 3).flatten(0, 1), dtype)
 
     def weight_rows(self, received: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
         """What the chunk's attended heads and dy `[B, L, Y]` contribute to the weight: `[C * n * Dv, Y]`."""
@@ -594,7 +604,7 @@ def add_product(total: _Total | None, rows: Tensor, weight: Tensor, dtype: torch
         for b, part in enumerate(rows.chunk(total.shape[0])):
             add_product(total[b], part, weight, dtype)
         return total
-    if isinstance(total, Tensor) and dtype == rows.dtype:
+    if isinstance(total, Tensor) and total.dtype == dtype == rows.dtype:
         return total.addmm_(rows, weight)
     # In pieces, so that the product does not need the whole of its memory.
     pieces = PRODUCT_PIECES if isinstance(total, Tensor) else _PIECES_OF_SCALED

@@ -53,7 +53,8 @@ from upipe_integrations.sums import ScaledSum, Sum
 @dataclass(frozen=True)
 class Sources:
     """Where query, key and value heads come from (projections of x, or tensors that are given), and where the
-    attended heads go: to the output projection, or (None) to the caller."""
+    attended heads go: to the output projection (in the stage loop in modes that fuse it, else after it, with its
+    gradient projected stage by stage), or (None) to the caller."""
 
     q: Projection | GivenHeads
     k: Projection | GivenHeads
@@ -138,6 +139,11 @@ class Call:
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> Call:
         """The same call with its sources' tensors in place."""
         return dataclasses.replace(self, sources=self.sources.with_tensors(iter(tensors)))
+
+    @property
+    def projects_after(self) -> bool:
+        """Whether the output projection takes all attended heads at once, after the stage loop."""
+        return self.sources.output is not None and not self.mode.fuses_output
 
     @property
     def block_kernel(self) -> BlockKernel:
@@ -298,11 +304,12 @@ def _zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
 def _forward(
     call: Call, x: Tensor | None, sinks: Tensor | None, kept_heads: list[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """(result, each stage's lse); the result is `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection.
+    """(attended, each stage's lse); attended is `[B, L, H, Dv]`, or `[B, L, Y]` where the output projection is fused.
 
     Adds what stages receive to `kept_heads`.
     """
     sources = call.sources
+    output = sources.output if call.mode.fuses_output else None
     result: Tensor | None = None
     lses = []
     kh = vh = None
@@ -326,19 +333,19 @@ def _forward(
         lses.append(lse)
         o = call.to_pieces(o)
         o = exchange(o, call.group)
-        if sources.output is not None:
+        if output is not None:
             _zero_padding(o, stage.q)
-            result = sources.output.add(result, o, stage.q, y_dtype)
+            result = output.add(result, o, stage.q, y_dtype)
         else:
             if result is None:
                 result = o.new_empty(*shape, call.schedule.heads, o.shape[4])
             put_heads(result, stage.q, 2, o.permute(2, 1, 0, 3, 4))
         del o
     assert result is not None
-    if sources.output is None:
+    if output is None:
         return result, lses
-    if sources.output.bias is not None:
-        result += sources.output.bias.to(result.dtype)
+    if output.bias is not None:
+        result += output.bias.to(result.dtype)
     return result.to(call.dtype).view(*shape, -1), lses
 
 
@@ -352,7 +359,7 @@ class _KeptResult:
 
     @classmethod
     def of(cls, call: Call, kept: list[Tensor]) -> _KeptResult:
-        """From the result of :func:`run_forward` and what it keeps besides, which is emptied."""
+        """From what :func:`run_forward` keeps, which is emptied."""
         first_heads = 1 + len(call.schedule.stages)
         out = kept[0].unflatten(2, (call.schedule.heads, -1))
         result = cls(out, kept[1:first_heads], deque(kept[first_heads:]))
@@ -391,6 +398,9 @@ def _backward(
     stage's attention is run again.
     """
     sources = call.sources
+    if kept is not None and sources.output is not None and grads.output is not None:
+        sources.output.add_all_rows(grads.output, kept.out, grad)
+    fused = sources.output if call.mode.fuses_output else None
     kh = vh = None
     dk: Sum | ScaledSum | None = None
     dv: Sum | ScaledSum | None = None
@@ -423,7 +433,7 @@ def _backward(
             doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec_of(stage)
         )
         del qh, doh, lse
-        if sources.output is None:
+        if fused is None:
             del oh
         if stage.opens_kv:
             dk, dv = call.kv_sum(stage), call.kv_sum(stage)
@@ -437,13 +447,13 @@ def _backward(
         dq = exchange(dq, call.group)
         factors = [grads.q.add(dq, x, stage.q)]
         del dq
-        if sources.output is not None:
+        if fused is not None:
             if grads.output is not None:
                 oh = call.to_pieces(oh)
                 oh = exchange(oh, call.group)
                 _zero_padding(oh, stage.q)
-                rows = sources.output.weight_rows(oh, grad, call.dtype)
-                sources.output.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
+                rows = fused.weight_rows(oh, grad, call.dtype)
+                fused.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
                 del rows
             del oh
         if stage.closes_kv:
@@ -631,16 +641,26 @@ def _add_sink_gradient(
 def run_forward(
     call: Call, x: Tensor | None, sinks: Tensor | None, tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """(result, what backward needs besides where the mode keeps it: each stage's lse, and received heads).
+    """(attended, what backward needs besides where the mode keeps it: each stage's lse, and received heads).
 
-    The result is `[B, L, H * Dv]`, or `[B, L, Y]` after the output projection. See :func:`kept_like` for the shapes.
+    Attended is `[B, L, H * Dv]`, which backward needs too where the mode keeps it, or `[B, L, Y]` where the output
+    projection is fused; :func:`project` makes the result of it. See :func:`kept_like` for the shapes.
     """
     heads: list[Tensor] | None = [] if call.mode.keeps_heads else None
     with torch.autocast(_device_type(tensors), enabled=False):
         result, lses = _forward(call.with_tensors(tensors), _all_rows(call, x), sinks, heads)
-    if call.sources.output is None:
+    if not call.mode.fuses_output:
         result = result.flatten(2, 3)
     return result, [*lses, *(heads or [])] if call.mode.keeps_output else []
+
+
+def project(call: Call, attended: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    """The result of :func:`run_forward`: `attended`, or `[B, L, Y]` after an output projection that is not fused."""
+    output = call.with_tensors(tensors).sources.output
+    if output is None or not call.projects_after:
+        return attended
+    with torch.autocast(attended.device.type, enabled=False):
+        return output.of_all(attended)
 
 
 def kept_like(call: Call, like: Tensor, rows: tuple[int, int]) -> list[Tensor]:
@@ -669,8 +689,9 @@ def run_backward(
 ) -> list[Tensor | None]:
     """Gradients of x, sinks and each of the tensors, where `wanted` (in that order) says so.
 
-    `inputs` are x, sinks and the tensors of :func:`run_forward`; `kept` its result and what else it keeps, or nothing
-    where the mode keeps nothing. It is emptied, so that heads are freed stage by stage.
+    `grad` is of the result, after the output projection if there is one. `inputs` are x, sinks and the tensors of
+    :func:`run_forward`; `kept` is what it returned, where the mode keeps it, and is emptied, so that heads are freed
+    stage by stage.
     """
     x, sinks, tensors = inputs
     call = call.with_tensors(tensors)

@@ -91,18 +91,18 @@ def random_layer(shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int =
 
 
 def upipe_heads(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
-    """The attended heads `[B, L, H * D]` by the engine, or y `[B, L, E]` where the mode fuses the output projection."""
+    """The attended heads `[B, L, H * D]` by the engine, or y `[B, L, E]` where the mode takes the output projection."""
     rotary = RotateHalf(layer.cos, layer.sin)
     projections = AttentionProjections(
         Projection(layer.wq, layer.head_dim, rotary=rotary),
         Projection(layer.wk, layer.head_dim, rotary=rotary),
         Projection(layer.wv, layer.head_dim),
     )
-    output = OutputProjection(layer.wo) if mode.fuses_output else None
+    output = OutputProjection(layer.wo) if mode.takes_output else None
     return upipe_attention(layer.x, projections, schedule, group, kernel, SPEC, output=output, mode=mode)
 
 
 def upipe_layer(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
     """y `[B, L, E]` by the engine, in any mode."""
     heads = upipe_heads(layer, schedule, mode, group, kernel)
-    return heads if mode.fuses_output else F.linear(heads, layer.wo)
+    return heads if mode.takes_output else F.linear(heads, layer.wo)
