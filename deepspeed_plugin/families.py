@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.adapters import ReadLayer, active_adapters, is_bare, plain_layer, read_parameters, why_not_readable
+from deepspeed_plugin.adapters import (
+    ReadLayer,
+    active_adapters,
+    is_bare,
+    plain_layer,
+    read_parameters,
+    why_not_readable,
+)
 from deepspeed_plugin.latent import Latent, latent_inputs
 from deepspeed_plugin.rotary import ModuleRotary
 from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf
@@ -100,10 +107,10 @@ class Family:
         return ("q_proj", "k_proj", "v_proj") if self.fused is None else (self.fused,)
 
     def takes_output(self, module: nn.Module, mode: Mode) -> bool:
-        """Whether the output projection is read directly too: where `mode` fuses it, and where it may and it is plain."""
-        if self.gate is not None or not mode.takes_output:
-            return mode.fuses_output
-        return mode.fuses_output or is_bare(getattr(module, self.output))
+        """Whether the output projection is read directly too: `mode` fuses it, or may take it and it is bare."""
+        if mode.fuses_output:
+            return True
+        return mode.takes_output and self.gate is None and is_bare(getattr(module, self.output))
 
     def projections(self, module: nn.Module, mode: Mode) -> tuple[str, ...]:
         """The linear layers whose weights are read directly."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine import projections_of, relative_errors, run_sharded
+from tests.engine import PRODUCTS_IN_PLACE, projections_of, relative_errors, run_sharded
 from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
 from tests.ulysses import AllToAll, Attend
@@ -79,10 +79,6 @@ METHODS = {
 """Memory mode (None: Ulysses), whether the layer is checkpointed, and whether that keeps attention's results."""
 
 
-_IN_PLACE = {torch.ops.aten.addmm_: lambda total, left, right, **options: 2 * left[0] * left[1] * right[1]}
-"""What the counter of flops leaves out."""
-
-
 def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[str, object]:
     """Gradients, kernel calls, elements sent and flops of a layer: a norm before attention, and something after it."""
     rank, C = dist.get_rank(), dist.get_world_size()
@@ -114,7 +110,9 @@ def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[s
     try:
         extra = {"context_fn": context_fn} if selective else {}
         with (
-            contextlib.nullcontext() if selective else FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as flops
+            contextlib.nullcontext()
+            if selective
+            else FlopCounterMode(display=False, custom_mapping=PRODUCTS_IN_PLACE) as flops
         ):
             out = checkpoint(run, x, use_reentrant=False, **extra) if checkpointed else run(x)
             out.backward(layer.dout[:, rows])

@@ -437,10 +437,10 @@ def _by_head_and_row() -> dict[str, float]:
                 Schedule.build(heads=heads, kv_heads=kv_heads, ranks=C, chunk_heads=chunk_heads),
                 dist.group.WORLD,
                 KERNELS["math"],
-                output=OutputProjection(mine["o"]) if mode.fuses_output else None,
+                output=OutputProjection(mine["o"]) if mode.takes_output else None,
                 mode=mode,
             )
-            (y if mode.fuses_output else y @ mine["o"].t()).backward(mine["dy"])
+            (y if mode.takes_output else y @ mine["o"].t()).backward(mine["dy"])
             for name, grad in wanted.items():
                 got = mine[name].grad
                 if name in ("x", "qr", "kr"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine import per_head_norm, relative_errors, spec_of
+from tests.engine import PRODUCTS_IN_PLACE, per_head_norm, relative_errors, spec_of
 from tests.ranks import run_ranks
 from tests.reference import Layer, attend, make_layer, reference
 from upipe_integrations import (
@@ -96,17 +96,17 @@ def run_fused(layer: Layer, chunk_heads: int, mode: Mode, layout: Layout, accumu
         KERNELS["math"],
         spec_of(layer),
         layout=layout,
-        output=output if mode.fuses_output else None,
+        output=output if mode.takes_output else None,
         mode=mode,
     )
-    if not mode.fuses_output:
+    if not mode.takes_output:
         out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
     out.backward(layer.dout[:, rows])
     grads = {name: t.grad for name, t in leaves.items()}
     if accumulate:
-        assert grads["w"] is None and (grads["wo"] is None) == mode.fuses_output
+        assert grads["w"] is None and (grads["wo"] is None) == mode.takes_output
         grads["w"] = buffers["w"] - 1
-        if mode.fuses_output:
+        if mode.takes_output:
             grads["wo"] = buffers["wo"] - 1
     for name, t in grads.items():
         if name != "x":
@@ -219,11 +219,11 @@ def run_latent(layer: Layer, chunk_heads: int, mode: Mode) -> dict[str, torch.Te
         Projection(head_dim=Dv, block=HeadBlock(own + Dv, range(own, own + Dv)), **latent),
     )
     schedule = Schedule.build(heads=layer.heads, kv_heads=K, ranks=C, chunk_heads=chunk_heads)
-    output = OutputProjection(leaves["wo"], leaves["bo"]) if mode.fuses_output else None
+    output = OutputProjection(leaves["wo"], leaves["bo"]) if mode.takes_output else None
     out = upipe_attention(
         leaves["x"], projections, schedule, dist.group.WORLD, KERNELS["math"], output=output, mode=mode
     )
-    if not mode.fuses_output:
+    if not mode.takes_output:
         out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
     out.backward(layer.dout.chunk(C, 1)[rank])
     results = {}
@@ -376,10 +376,10 @@ def _run_low_rank(
         KERNELS["math"],
         spec_of(layer),
         layout=layout,
-        output=OutputProjection(leaves["wo"], leaves.get("bo")) if mode.fuses_output else None,
+        output=OutputProjection(leaves["wo"], leaves.get("bo")) if mode.takes_output else None,
         mode=mode,
     )
-    if not mode.fuses_output:
+    if not mode.takes_output:
         out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
     out.backward(layer.dout[:, rows])
     grads = {name: t.grad for name, t in leaves.items() if t.grad is not None}
@@ -466,10 +466,10 @@ def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
         Schedule.build(heads=4, kv_heads=4, ranks=1, chunk_heads=1),
         None,
         KERNELS["math"],
-        output=OutputProjection(wo) if mode.fuses_output else None,
+        output=OutputProjection(wo) if mode.takes_output else None,
         mode=mode,
     )
-    with FlopCounterMode(display=False) as products, LiveMemory() as live:
+    with FlopCounterMode(display=False, custom_mapping=PRODUCTS_IN_PLACE) as products, LiveMemory() as live:
         out.backward(torch.randn_like(out))
     assert bool(x.grad.any()) and bool(b.grad.any()) and (q.grad is None) == frozen
     return products.get_total_flops(), live.peak
@@ -479,7 +479,7 @@ def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
 def test_a_frozen_weight_costs_no_gradient(memory):
     """Neither the product nor the memory."""
     trained, frozen = (_backward_of(MODES[memory], frozen) for frozen in (False, True))
-    weights = 4 if MODES[memory].fuses_output else 3
+    weights = 4 if MODES[memory].takes_output else 3
     assert trained[0] - frozen[0] == weights * 2 * 8 * 20 * 4 * D
     assert trained[1] - frozen[1] >= weights * 4 * D * 20 * 4
 

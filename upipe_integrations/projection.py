@@ -511,7 +511,7 @@ class GivenHeadsGradient:
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The output projection: in the stage loop, where y is summed over stages and heads are never all there, or after it.
+    """The output projection: after the stage loop, or in it, where y is summed and heads are never all there.
 
     Args:
         weight: `[Y, H * Dv]` in checkpoint order, as in ``nn.Linear``.
