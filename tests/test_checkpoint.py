@@ -109,11 +109,8 @@ def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[s
     dist.all_to_all_single = counted
     try:
         extra = {"context_fn": context_fn} if selective else {}
-        with (
-            contextlib.nullcontext()
-            if selective
-            else FlopCounterMode(display=False, custom_mapping=PRODUCTS_IN_PLACE) as flops
-        ):
+        counter = FlopCounterMode(display=False, custom_mapping=PRODUCTS_IN_PLACE)
+        with contextlib.nullcontext() if selective else counter as flops:
             out = checkpoint(run, x, use_reentrant=False, **extra) if checkpointed else run(x)
             out.backward(layer.dout[:, rows])
     finally:

@@ -285,10 +285,10 @@ def _gathered(memory: str) -> dict[str, object]:
     engine = make_engine(model, ds_config(3, **settings), register_ulysses(model, 2))
     layers = [layer.self_attn for layer in model.model.layers]
     # Registered before the first forward; DeepSpeed would find out by itself, but only by gathering late.
-    assert all(len(a.upipe._external_params) == (6 if memory == "fused" else 5) for a in layers)
+    assert all(len(a.upipe._external_params) == (5 if memory == "recompute" else 6) for a in layers)
 
     def alive() -> int:
-        projections = ("q_proj", "k_proj", "v_proj", *(("o_proj",) if memory == "fused" else ()))
+        projections = ("q_proj", "k_proj", "v_proj", *(() if memory == "recompute" else ("o_proj",)))
         return sum(
             any(getattr(a, name).weight.ds_status != ZeroParamStatus.NOT_AVAILABLE for name in projections)
             for a in layers
@@ -316,13 +316,48 @@ def _gathered(memory: str) -> dict[str, object]:
     return {"in backward": seen, "after": after}
 
 
-@pytest.mark.parametrize("memory", ["keep", "fused"])
+@pytest.mark.parametrize("memory", ["keep", "recompute", "fused"])
 def test_zero3_gathers_one_layer_at_a_time_and_keeps_none(memory):
     """Public fault 19."""
     for result in run_ranks(2, _gathered, memory):
         assert len(result["in backward"]) == 4 * 4 * 2  # steps, layers, stages
         assert set(result["in backward"]) == {1}
         assert set(result["after"]) == {0}
+
+
+def _hooked_output_projections(stage: int) -> list[tuple[list[bool], list[int], float]]:
+    """Hooks of a user's on output projections: of layer 0 before setup, of layer 1 after it, of layer 2 for a step."""
+    batch = make_batch(seq=32)
+    wanted = expected_of(make_model("llama", num_hidden_layers=4), batch)
+    model, called = make_model("llama", num_hidden_layers=4), []
+    layers = [layer.self_attn for layer in model.model.layers]
+
+    def hook(module, given, result):
+        called.append(next(i for i, layer in enumerate(layers) if layer.o_proj is module))
+
+    first = layers[0].o_proj.register_forward_hook(hook)
+    still = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "zero_allow_untested_optimizer": True}
+    engine = make_engine(model, ds_config(stage, **UPIPE, **still), register_ulysses(model, 2))
+    second, third = (layers[i].o_proj.register_forward_hook(hook) for i in (1, 2))
+    runs = []
+    for _ in range(2):
+        projects = [layer.upipe.projects() for layer in layers]
+        error = compare(train_step(engine, batch), wanted)
+        runs.append((projects, sorted(called), error))
+        called.clear()
+        first.remove()
+        third.remove()
+    second.remove()
+    return runs
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_of_the_output_projection_run(stage):
+    """The layer is then called, as it is without UPipe; DeepSpeed's own hooks, on every layer under ZeRO-3, are none."""
+    for (before, called, error), (after, called_after, error_after) in run_ranks(2, _hooked_output_projections, stage):
+        assert (before, called) == ([False, False, False, True], [0, 1, 2])
+        assert (after, called_after) == ([False, False, True, True], [1])  # as at first under ZeRO-3
+        assert max(error, error_after) < 5e-6
 
 
 def _other_families() -> dict[str, float]:

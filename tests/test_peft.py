@@ -311,9 +311,9 @@ def _alive_in_backward() -> list[int]:
     model = with_lora(make_model("qwen3", num_hidden_layers=4), "qkv")
     engine = make_engine(model, ds_config(3, **UPIPE), register_ulysses(model, 2))
     layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    # Weight and B of q, k and v, and two norms.
-    assert [len(layer.upipe._external_params) for layer in layers] == [3 * 2 + 2] * 4
-    parameters = [[p for m in (a.q_proj, a.k_proj, a.v_proj) for p in m.parameters()] for a in layers]
+    # Weight and B of q, k and v, the weight of o, and two norms.
+    assert [len(layer.upipe._external_params) for layer in layers] == [3 * 2 + 1 + 2] * 4
+    parameters = [[p for m in (a.q_proj, a.k_proj, a.v_proj, a.o_proj) for p in m.parameters()] for a in layers]
     seen, backward = [], TorchCpuFlash.backward
 
     def watched(self, *args):

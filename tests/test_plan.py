@@ -51,7 +51,7 @@ def test_the_papers_picture():
 
 def test_the_papers_picture_on_16_gpus():
     longest = _longest(Plan(PRESETS["llama3-8b"], Setup(16, 80, **PAPER)))
-    assert 8 * M <= longest["UPipe keep, U=16"] < 9 * M
+    assert 9 * M <= longest["UPipe keep, U=16"] < 10 * M
     larger = _longest(Plan(PRESETS["qwen3-32b"], Setup(16, 80, **PAPER)))
     assert larger["Ring"] < larger["Ulysses"] < 4 * M <= larger["UPipe keep, U=16"]
 
@@ -67,7 +67,7 @@ def test_components_by_hand():
     assert ulysses.saved == 2 and ulysses.host == 32
     assert ulysses.attention == 40 / 4 + 2
     upipe = plan.memory(Method("upipe", "keep", 8), M)
-    assert upipe.attention == 28 / 4 + 2
+    assert upipe.attention == 24 / 4 + 2
     assert upipe.loss == 3 + 3
     whole = Plan(model, Setup(8, 80)).memory(Method("upipe", "fused", 8), M)
     assert whole.saved == 32 and whole.host == 0
@@ -112,8 +112,9 @@ def test_lora_trains_adapters_alone():
     assert lora.parameters == pytest.approx((8_029_995_008 + adapters) * 2 / 8 / 2**30)
     assert lora.gradients == pytest.approx(adapters * 2 / 8 / 2**30)
     assert lora.optimizer == pytest.approx(adapters * 12 / 8 / 2**30)
-    # `[L, 16]` of q, k and v, and its gradient in float32; gathered: two layers, or the output layer, no gradients.
-    assert lora.attention - whole.attention == pytest.approx(3 * (2 + 4) * 16 * M / 8 / 2**30)
+    # `[L, 16]` of q, k and v, and its gradient in float32, and the gradient of the attention output, 4 units, which an
+    # adapted output projection has whole; gathered: two layers, or the output layer, no gradients.
+    assert lora.attention - whole.attention == pytest.approx(3 * (2 + 4) * 16 * M / 8 / 2**30 + 4 / 4)
     assert whole.workspace - lora.workspace == pytest.approx(2 * 128256 * 4096 / 2**30)
     plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, lora_rank=16, **PAPER))
     recommended = as_dict(plan, [5 * M])["recommended"]
@@ -225,7 +226,8 @@ def test_advice_switches_on_what_is_needed_and_no_more():
 def test_recommended_is_what_costs_least_work():
     plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, **PAPER))
     assert str(plan.recommended(M)) == "UPipe keep_heads, U=16"
-    assert str(plan.recommended(5 * M)) == "UPipe keep, U=8"
+    assert str(plan.recommended(5 * M)) == "UPipe keep_heads, U=8"
+    assert str(plan.recommended(int(5.5 * M))) == "UPipe keep, U=8"
     assert str(plan.recommended(6 * M)) == "UPipe fused, U=8"
 
 
@@ -550,7 +552,11 @@ def test_the_pages_longest_contexts_are_the_plans():
 
 
 def test_the_window_of_the_reserve(monkeypatch):
-    """As docs/plan.md says: from 7.3% to 9.2% the paper's verdicts for Llama3-8B come out."""
+    """As docs/plan.md says: from 7.3% to 9.2% the paper's verdicts for Llama3-8B come out, and how far its UPipe goes.
+
+    That is `keep` with the output projection left to the model.
+    """
+    monkeypatch.setattr(Setup, "plain_output", False)
 
     def verdicts(reserve: float) -> tuple[bool, ...]:
         monkeypatch.setattr(plan_module, "RESERVE", reserve)
@@ -561,6 +567,11 @@ def test_the_window_of_the_reserve(monkeypatch):
 
     the_papers = (True, False, True, False, True)
     assert [verdicts(r) == the_papers for r in (0.072, 0.073, 0.08, 0.092, 0.093)] == [False, True, True, True, False]
+    monkeypatch.setattr(plan_module, "RESERVE", 0.08)
+    offloaded = PAPER | {"offload": ("activations", "optimizer")}
+    longest = [_longest(Plan(PRESETS["llama3-8b"], Setup(8, 80, **stack))) for stack in (PAPER, offloaded)]
+    said = "comes to {:.2f}M ({:.2f}M)".format(*(of["UPipe keep, U=8"] / M for of in longest))
+    assert said in PAGE.read_text().replace("\n", " ")
 
 
 def test_the_readme_says_the_same():
