@@ -353,7 +353,7 @@ def _hooked_output_projections(stage: int) -> list[tuple[list[bool], list[int], 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_hooks_of_the_output_projection_run(stage):
-    """The layer is then called, as it is without UPipe; DeepSpeed's own hooks, on every layer under ZeRO-3, are none."""
+    """The layer is then called, as without UPipe; hooks of DeepSpeed, which ZeRO-3 puts on every layer, are none."""
     for (before, called, error), (after, called_after, error_after) in run_ranks(2, _hooked_output_projections, stage):
         assert (before, called) == ([False, False, False, True], [0, 1, 2])
         assert (after, called_after) == ([False, False, True, True], [1])  # as at first under ZeRO-3
