@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.megatron_models import Case, batch_of, build, causal_mask, config_of, layer_spec, start
+from tests.megatron_models import Case, batch_of, build, causal_mask, config_of, fill, layer_spec, start
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -239,6 +239,31 @@ def _hybrid() -> list[float]:
 def test_hybrid_model():
     for found in run_ranks(2, _hybrid):
         assert max(found) < 1e-10
+
+
+def _hooked_projection() -> tuple[int, float]:
+    """Calls of a user's hook on ``linear_proj``, and how far output and gradients are from those without it."""
+    on_cpu()
+    case = Case(cp=2)
+    start(case)
+    (model,) = build(case, upipe=True)
+    fill(model)
+    attention, calls, runs = model.decoder.layers[0].self_attention, [], []
+    for hooked in (False, True):
+        if hooked:
+            attention.linear_proj.register_forward_hook(lambda *given: calls.append(given))
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(16, 2, 64, dtype=torch.float64, requires_grad=True)
+        out, bias = attention(x, None)
+        parameters = list(attention.parameters())
+        grads = torch.autograd.grad((out + bias).sin().sum(), [x, *parameters])
+        runs.append([out.detach(), *grads])
+    return len(calls), max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*runs, strict=True))
+
+
+def test_a_hook_of_the_output_projection_runs():
+    for calls, error in run_ranks(2, _hooked_projection):
+        assert calls == 1 and error < 1e-12
 
 
 # ---------------------------------------------------------------- refusals

@@ -82,10 +82,8 @@ def upipe_peak(
         _StageSizes.of(stage, after if mode.overlap else None)
         for stage, after in zip_longest(schedule.stages, schedule.stages[1:])
     ]
-    forward, training = (
-        _forward_peak(stages, mode, h, chi, lse),
-        _training_peak(stages, mode, h, chi, schedule.ranks),
-    )
+    forward = _forward_peak(stages, mode, h, chi, lse)
+    training = _training_peak(stages, mode, h, chi, schedule.ranks)
     if mode.keeps_output and given_output:  # y is beside what was attended; its gradient is never whole
         forward = max(forward, h + chi + lse + sum(s.received for s in stages) * mode.keeps_heads)
         training -= h

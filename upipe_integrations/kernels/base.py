@@ -176,7 +176,8 @@ class BlockKernel(Kernel, Protocol):
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of (dout, q, k, v, out, lse), k and v being the keys from `first_key` on: dq is the part
-        that goes through them. Keys end no later than the rows, and do not begin within them."""
+        that goes through them. Keys end no later than the rows, and do not begin within them. What sums of several
+        calls are may be of a wider dtype."""
         ...
 
 
@@ -211,7 +212,8 @@ class InBlocks(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`Kernel`."""
-        return self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
+        dq, dk, dv = self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def lse_like(kernel: Kernel, q: Tensor) -> Tensor:

@@ -36,6 +36,10 @@ _aten = torch.ops.aten
 
 # A window is attended in blocks of query rows: a mask of block * (block + window) is built for each.
 _WINDOW_BLOCK_ROWS = 1024
+# The CPU operator's backward adds dk and dv up in half precision over tiles of query rows: of 256 from 768 rows on, of 64
+# below. More than four of the latter, which would add more often than the former do, are given to it four at a time.
+_ROWS_OF_FOUR_TILES = 256
+_ROWS_OF_LARGE_TILES = 768
 
 
 class TorchCpuFlash(InBlocks):
@@ -87,11 +91,13 @@ class TorchCpuFlash(InBlocks):
         dout, q, k, v, out, lse = tensors
         scale, head_dim, value_dim = spec.scale_for(q.shape[3]), q.shape[3], v.shape[3]
         q, k, v, dout, out = _of_one_size(q, k, v, dout, out)
-        calls = list(_cpu_calls(q, k, spec, start, first_key))
+        in_tiles = q.dtype in HALF_PRECISION and _ROWS_OF_FOUR_TILES < q.shape[2] < _ROWS_OF_LARGE_TILES
+        calls = list(_cpu_calls(q, k, spec, start, first_key, _ROWS_OF_FOUR_TILES if in_tiles else None))
         if len(calls) == 1 and calls[0].is_everything(q, k):
             dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, 0.0, **calls[0].mask, scale=scale)
             return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        # Summed over calls as finely as one call sums within a tile.
+        dq, dk, dv = (torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))
         for call in calls:
             b, rows, keys = call.batch, call.rows, call.keys
             dq_part, dk_part, dv_part = _cpu_backward(
@@ -129,14 +135,16 @@ class _CpuCall:
         return (self.batch, self.rows, self.keys) == (slice(None), slice(0, q.shape[2]), slice(0, k.shape[2]))
 
 
-def _cpu_calls(q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_key: int) -> Iterator[_CpuCall]:
-    """Calls that attend the query rows from `start` on and the keys from `first_key` on.
+def _cpu_calls(
+    q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_key: int, block: int | None = None
+) -> Iterator[_CpuCall]:
+    """Calls that attend the query rows from `start` on and the keys from `first_key` on, `block` rows at a time.
 
     The operator's is_causal is of a square; rows that see keys before their own need a call for those. Windows
     are attended under a mask, in blocks of rows.
     """
     rows, keys = slice(start, start + q.shape[2]), slice(first_key, first_key + k.shape[2])
-    block = None if spec.window is None else _WINDOW_BLOCK_ROWS
+    block = block if spec.window is None else _WINDOW_BLOCK_ROWS
     for region in regions(spec, q.shape[0], max(rows.stop, keys.stop), block, rows):
         if spec.window is not None or not spec.causal:
             pieces = [region.keys]
