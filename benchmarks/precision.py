@@ -215,7 +215,7 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
 
 {summary}
 
-- The default holds its target wherever the kernel does (see the last point), and costs no memory at the training peak:
+- The default holds its target, and costs no memory at the training peak:
   - y over more than 4 stages is summed in float32, which is memory of forward, where no peak is; up to 4 stages its sum
     in bf16 is the largest of the errors that are left.
   - dK and dV of KV heads that several stages share have a running sum, which lives at the very peak: in float32 it
@@ -230,12 +230,11 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
   share KV heads. It is worth that from 16 stages on, where dx in bf16 shows.
 - A product that is added to a sum of a wider type is computed in it (on CUDA by a bf16 product with float32 results):
   rounded to bf16 first, y over 2 stages and dWo over 2 blocks would have 1.06 to 1.08 times Ulysses's error.
-- Where `blocks` with 2 blocks shows larger errors of dx, dWk and dWv with `torch-cpu-flash`, the `math` kernel does
-  not, and neither do more blocks: it is that kernel, which adds dK and dV up in bf16 over tiles of query rows. It takes
-  tiles of 64 rows for 192 to 767 rows and of 256 rows beyond, so that 512 rows (2 blocks of 1024) have an error a
-  quarter larger than 1024 have, and 256 have as little. Ulysses's own dWk and dWv depend on its length in the same way.
-  At 4096 tokens, where 2 and 4 blocks have 2048 and 1024 rows, both targets hold with that kernel: `auto` at most 1.05
-  (32/8 heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8
+- `torch-cpu-flash` adds dK and dV up in bf16 over tiles of query rows, of 64 rows for 192 to 767 rows and of 256 beyond,
+  so that one call over 512 rows has errors of dx, dWk and dWv a quarter larger than one over 1024. In between the kernel
+  is given 256 rows at a time (`upipe_integrations/kernels/torch_flash.py`), whose sums are float32: without, 2 blocks of
+  1024 tokens had 1.23 and 1.30 times Ulysses's error. At 4096 tokens the targets hold too: `auto` at most 1.05 (32/8
+  heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8
   --stages 1 4 8 --blocks 2 4 --modes keep fused blocks --kernels torch-cpu-flash`; `--layers 8/1 --hidden-size 512`).
 
 {tables}"""
