@@ -230,11 +230,11 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
   share KV heads. It is worth that from 16 stages on, where dx in bf16 shows.
 - A product that is added to a sum of a wider type is computed in it (on CUDA by a bf16 product with float32 results):
   rounded to bf16 first, y over 2 stages and dWo over 2 blocks would have 1.06 to 1.08 times Ulysses's error.
-- `torch-cpu-flash` adds dK and dV up in bf16 over tiles of query rows, of 64 rows for 192 to 767 rows and of 256 beyond,
-  so that one call over 512 rows has errors of dx, dWk and dWv a quarter larger than one over 1024. In between the kernel
-  is given 256 rows at a time (`upipe_integrations/kernels/torch_flash.py`), whose sums are float32: without, 2 blocks of
-  1024 tokens had 1.23 and 1.30 times Ulysses's error. At 4096 tokens the targets hold too: `auto` at most 1.05 (32/8
-  heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8
+- `torch-cpu-flash` adds dK and dV up in bf16 over tiles of query rows, of 64 rows for 192 to 767 rows and of 256
+  beyond, so that one call over 512 rows has errors of dx, dWk and dWv a quarter larger than one over 1024. In between
+  the kernel is given 256 rows at a time (`upipe_integrations/kernels/torch_flash.py`), whose sums are float32: without,
+  2 blocks of 1024 tokens had 1.23 and 1.30 times Ulysses's error. At 4096 tokens the targets hold too: `auto` at most
+  1.05 (32/8 heads) and 1.06 (8/1), `float32` 0.99 and 1.01 (`benchmarks/precision.py --tokens 4096 --layers 32/8
   --stages 1 4 8 --blocks 2 4 --modes keep fused blocks --kernels torch-cpu-flash`; `--layers 8/1 --hidden-size 512`).
 
 {tables}"""

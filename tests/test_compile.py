@@ -252,9 +252,12 @@ def test_other_lengths_and_autocast_compile():
     assert max(graph_errors(in_bfloat16, layer.leaves()).values()) == 0.0
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_checkpointed_layers_compile_and_keep_attention(keeps):
-    """The result is kept where the policy says so, as without compiling: no third attention forward."""
+@pytest.mark.parametrize(("memory", "keeps"), [("fused", True), ("fused", False), ("keep", True)])
+def test_checkpointed_layers_compile_and_keep_attention(memory, keeps):
+    """The result is kept where the policy says so, as without compiling: no third attention forward.
+
+    In a mode that keeps what was attended, y is not kept as well.
+    """
     forwards = []
 
     class Counting(MathKernel):
@@ -263,20 +266,30 @@ def test_checkpointed_layers_compile_and_keep_attention(keeps):
             return super().forward(*args)
 
     layer = make_layer(8, 4, output=True)
-    run = layer_function(layer, Mode("fused", operator=True), kernel=Counting())
+    run = layer_function(layer, Mode(memory, operator=True), kernel=Counting())
     options = {"context_fn": context_fn} if keeps else {}
 
     def then_sine(leaves):  # needs the result again
         return run(leaves).sin()
 
-    counts = []
+    counts, kept = [], []
+
+    def pack(t):
+        kept.append(t.shape)
+        return t
+
     for function in (then_sine, compiled(lambda leaves: checkpoint(then_sine, leaves, use_reentrant=False, **options))):
         leaves = {name: t.detach().clone().requires_grad_() for name, t in layer.leaves().items()}
         forwards.clear()
-        function(leaves).sum().backward()
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = function(leaves)
+        y.sum().backward()
         counts.append(len(forwards))
     stages = 4
-    assert counts == [2 * stages, (2 if keeps else 3) * stages]
+    assert counts == ([stages] * 2 if memory == "keep" else [2 * stages, (2 if keeps else 3) * stages])
+    attended = (*layer.x.shape[:2], layer.heads * layer.value_dim)
+    assert (kept.count(y.shape), kept.count(attended)) == ((0, 1) if memory == "keep" else (int(keeps), 0))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for CPUs")

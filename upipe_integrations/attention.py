@@ -6,6 +6,7 @@ rank, C ranks, S = C * L, E input size, H query heads and K KV heads over all ra
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +64,8 @@ def upipe_attention(
         sinks: `[H]`, one logit per query head that takes part in its softmax without a value, the same on
             every rank; each rank gets the gradient of the heads it attends.
         output: the output projection; required by modes that fuse it. Those that keep the attention output then
-            project its gradient stage by stage instead of whole, in one `[B, S, D]` tensor per query head of a rank
-            less; ``"recompute"`` leaves the projection to the caller.
+            project its gradient stage by stage, so that it is never whole (`[B, S, Dv]` for each of a rank's query
+            heads); ``"recompute"`` leaves the projection to the caller.
         mode: what is kept for backward; None keeps the attention output.
         x_group: ranks among which this rank's L rows are split once more (Megatron's sequence parallelism over its
             tensor-parallel group): x is then `[B, L / T, E]`, gathered forward and again backward so that only the
@@ -304,8 +305,12 @@ def _check_blocks(call: Call, rows: int) -> None:
 
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
     """The call through autograd."""
-    tensors = call.sources.tensors()
+    tensors, output = call.sources.tensors(), call.sources.output
     if torch.compiler.is_compiling() and not call.sources.accumulate:
+        if output is not None and call.projects_after and call.mode.operator:
+            # Selective checkpointing would keep y of every layer beside what was attended.
+            call = dataclasses.replace(call, sources=dataclasses.replace(call.sources, output=None))
+            return output.of_all(_apply(call, x, sinks))
         return attention_in_graph(call.without_tensors(), [x, sinks, *tensors])
     return _apply_directly(call.without_tensors(), x, sinks, *tensors)
 

@@ -81,8 +81,7 @@ def _forward(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
 def _attention_in_graph(tensors: list[Tensor], call: int) -> list[Tensor]:
     """The result, what was attended where that is something else, and what else the mode keeps for backward.
 
-    In eager mode these are apart, so that selective checkpointing keeps what was attended and not y as well; compiled
-    code keeps of an operator's results those that are read.
+    In eager mode the projection is apart, so that selective checkpointing keeps what was attended and not y as well.
     """
     prepared = _PREPARED[call]
     attended, *more = _forward(prepared, tensors)

@@ -36,8 +36,8 @@ _aten = torch.ops.aten
 
 # A window is attended in blocks of query rows: a mask of block * (block + window) is built for each.
 _WINDOW_BLOCK_ROWS = 1024
-# The CPU operator's backward adds dk and dv up in half precision over tiles of query rows: of 256 from 768 rows on, of 64
-# below. More than four of the latter, which would add more often than the former do, are given to it four at a time.
+# The CPU operator's backward adds dk and dv up in half precision over tiles of query rows: of 256 from 768 rows on,
+# of 64 below. More than four of the latter, which would round more often, are given to it four at a time.
 _ROWS_OF_FOUR_TILES = 256
 _ROWS_OF_LARGE_TILES = 768
 
