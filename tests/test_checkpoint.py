@@ -16,7 +16,8 @@ from tests.reference import make_layer, reference
 from tests.ulysses import AllToAll, Attend
 from upipe_integrations import Mode, OutputProjection, Schedule, upipe_attention
 from upipe_integrations.checkpoint import context_fn
-from upipe_integrations.kernels import MathKernel
+from upipe_integrations.kernels import KERNELS, MathKernel
+from upipe_integrations.measure import LiveMemory
 from upipe_integrations.mode import MEMORY
 
 
@@ -158,6 +159,30 @@ def test_what_each_method_runs_and_sends():
         projected_again = 3 * 2 * (24 // 2) * right["wq"].numel()
         assert flops["keep_heads"] == flops["ulysses"]
         assert flops["keep"] == flops["ulysses"] + projected_again
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_what_selective_checkpointing_keeps(memory):
+    """What was attended and lse, and received heads; or y, where neither is kept; not y as well."""
+    layer, mode = make_layer(8, 4, seq=64, output=True), Mode(memory, query_blocks=2, operator=True)
+    leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
+    schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
+    output = OutputProjection(leaves["wo"]) if mode.takes_output else None
+
+    def run(x):
+        projections = projections_of(layer, leaves, slice(None))
+        return upipe_attention(x, projections, schedule, None, KERNELS["math"], output=output, mode=mode).sin()
+
+    with LiveMemory() as live:
+        for _ in range(2):  # the inputs count from the first time
+            before = live.current
+            out = checkpoint(run, leaves["x"], use_reentrant=False, context_fn=context_fn)
+            kept = live.current - before - 8 * out.numel()
+            del out
+    rows, D = 64, layer.head_dim
+    attended, lse, heads = rows * 8 * D, rows * 8, rows * (8 + 2 * 4) * D
+    expected = {"keep_heads": attended + lse + heads, "keep": attended + lse, "recompute": attended}
+    assert kept == 8 * expected.get(memory, rows * leaves["wo"].shape[0])
 
 
 def test_the_operator_refuses_double_backward():
