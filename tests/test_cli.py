@@ -22,8 +22,8 @@ def test_the_documented_example_agrees():
     assert result.returncode == 0, result.stderr
     assert "6 query and 3 KV heads of 16, 1 x 64 tokens, 4 ranks, 2 stages of 4 heads" in result.stdout
     rows = [line.split()[0] for line in result.stdout.splitlines() if line.endswith(" ok")]
-    assert rows == ["out", "dx", "dwq", "dwk", "dwv"]
-    assert "ok: the output and 4 gradients agree with one process" in result.stdout
+    assert rows == ["out", "dx", "dwq", "dwk", "dwv", "dwo"]
+    assert "ok: the output and 5 gradients agree with one process" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_difference_is_exit_1(monkeypatch, capsys):
     assert cli.main(["check", "--heads", "2", "--head-dim", "8", "--seq-len", "16"]) == 1
     printed = capsys.readouterr().out
     assert "DIFFERS: dwk" in printed
-    assert printed.count(" ok") == 4
+    assert printed.count(" ok") == 5
 
 
 def test_a_nan_does_not_agree():
