@@ -38,13 +38,13 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or _name(layer) == _FALCON
 
 
-def is_bare(layer: nn.Module) -> bool:
+def is_bare(layer: Any) -> bool:
     """Whether `layer` is a plain linear layer that does nothing else when it is called.
 
     That is, without adapters, a forward put in its place, or hooks; but for DeepSpeed's, which ZeRO-3 and its profiler
     put on every module and which are not about what it computes.
     """
-    if not _is_plain(layer) or "forward" in vars(layer) or _why_not_weight(layer) is not None:  # type: ignore[arg-type]
+    if not _is_plain(layer) or "forward" in vars(layer) or _why_not_weight(layer) is not None:
         return False
     of_forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
     hooks = (*of_forward, *layer._backward_pre_hooks.values(), *layer._backward_hooks.values())

@@ -204,13 +204,8 @@ def _summary(
     """The line that is logged; layers that differ from the first are counted, not described."""
     fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
     shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
-    ours, theirs = (
-        peak.gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize)
-        for peak in (
-            upipe_peak(shape, schedule, config.mode, given_output=given_output),
-            ulysses_peak(shape, schedule.ranks),
-        )
-    )
+    peaks = upipe_peak(shape, schedule, config.mode, given_output=given_output), ulysses_peak(shape, schedule.ranks)
+    ours, theirs = (peak.gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize) for peak in peaks)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))
     one_size = fact.value_dim == fact.head_dim

@@ -117,6 +117,14 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
         return _peaks_of_ranks()
 
 
+def _upipe_peaks(layer: LayerShape, schedule: Schedule, mode_name: str) -> tuple[PeakUnits, PeakUnits]:
+    mode, given = MODES[mode_name], "outside" not in mode_name
+    return (
+        measured_upipe_peak(layer, schedule, mode, TOKENS, given_output=given),
+        upipe_peak(layer, schedule, mode, given_output=given),
+    )
+
+
 def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
     peaks = {}
     for name, layer in {"8b": LLAMA3_8B, "32b": QWEN3_32B}.items():
@@ -135,19 +143,13 @@ def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
         )
         for U in (8, 16):
             peaks[f"{name} given {U}"] = (_measured_given(layer, U), _given_form(layer, U))
-        for U, (mode_name, mode) in itertools.product((8, 16, 24, layer.heads), MODES.items()):
+        for U, mode_name in itertools.product((8, 16, 24, layer.heads), MODES):
             schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
-            peaks[f"{name} upipe {U} {mode_name}"] = (
-                measured_upipe_peak(layer, schedule, mode, TOKENS, given_output="outside" not in mode_name),
-                upipe_peak(layer, schedule, mode, given_output="outside" not in mode_name),
-            )
+            peaks[f"{name} upipe {U} {mode_name}"] = _upipe_peaks(layer, schedule, mode_name)
     for U, (mode_name, mode) in itertools.product((16, 24), MODES.items()):
         if mode.keeps_heads or mode.blocks > 1:
             schedule = Schedule.build(heads=28, kv_heads=4, ranks=RANKS, chunk_heads=U)
-            peaks[f"7b upipe {U} {mode_name}"] = (
-                measured_upipe_peak(QWEN25_7B, schedule, mode, TOKENS, given_output="outside" not in mode_name),
-                upipe_peak(QWEN25_7B, schedule, mode, given_output="outside" not in mode_name),
-            )
+            peaks[f"7b upipe {U} {mode_name}"] = _upipe_peaks(QWEN25_7B, schedule, mode_name)
     return peaks
 
 

@@ -305,9 +305,9 @@ def _check_blocks(call: Call, rows: int) -> None:
 
 def _apply(call: Call, x: Tensor | None, sinks: Tensor | None) -> Tensor:
     """The call through autograd."""
-    tensors, output = call.sources.tensors(), call.sources.output
+    tensors, output = call.sources.tensors(), call.output_after
     if torch.compiler.is_compiling() and not call.sources.accumulate:
-        if output is not None and call.projects_after and call.mode.operator:
+        if output is not None and call.mode.operator:
             # Selective checkpointing would keep y of every layer beside what was attended.
             call = dataclasses.replace(call, sources=dataclasses.replace(call.sources, output=None))
             return output.of_all(_apply(call, x, sinks))

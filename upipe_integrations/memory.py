@@ -82,12 +82,9 @@ def upipe_peak(
         _StageSizes.of(stage, after if mode.overlap else None)
         for stage, after in zip_longest(schedule.stages, schedule.stages[1:])
     ]
-    forward = _forward_peak(stages, mode, h, chi, lse)
-    training = _training_peak(stages, mode, h, chi, schedule.ranks)
-    if mode.keeps_output and given_output:  # y is beside what was attended; its gradient is never whole
-        forward = max(forward, h + chi + lse + sum(s.received for s in stages) * mode.keeps_heads)
-        training -= h
-    return PeakUnits(forward, training)
+    after = mode.keeps_output and given_output
+    forward = _forward_peak(stages, mode, h, chi, lse, after)
+    return PeakUnits(forward, _training_peak(stages, mode, h, chi, schedule.ranks, after))
 
 
 def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: Mode) -> float:
@@ -146,7 +143,8 @@ class _StageSizes:
         return 2 * parts * self.next_q + 4 * self.next_kappa * kv
 
 
-def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float) -> float:
+def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float, after: bool) -> float:
+    """`after`: whether the output projection is run after the stage loop."""
     wide = 2 if mode.sums_y_exactly(len(stages)) else 1
     result = chi * wide if mode.fuses_output else h
     peak = 0.0
@@ -165,13 +163,14 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
         if mode.fuses_output:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
         peak = max(peak, max(attending, sending_back, writing) + s.in_flight(1) + lse)
-    return peak
+    return max(peak, result + kept + chi + lse) if after else peak
 
 
-def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int) -> float:
+def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int, after: bool) -> float:
+    """`after` as in :func:`_forward_peak`: the gradient of what was attended is then never whole."""
     wide = 2 if mode.accumulate == "float32" else 1
     # Beside a stage: the incoming gradients, what was kept, and dx so far.
-    incoming = chi + (0 if mode.fuses_output else 2 * h if mode.keeps_output else h)
+    incoming = chi + h * mode.keeps_output + h * (not (mode.fuses_output or after))
     kept = sum(s.received for s in stages) * mode.keeps_heads
     peak = 0.0
     for number, s in enumerate(stages):

@@ -98,8 +98,8 @@ def _(tensors: list[Tensor], call: int) -> list[Tensor]:
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
     prepared = _PREPARED[call]
     attended, *more = _forward_like(prepared, tensors)
-    output = prepared.call.with_tensors(prepared.inputs(tensors)[2]).sources.output
-    if output is None or not prepared.call.projects_after:
+    output = prepared.call.with_tensors(prepared.inputs(tensors)[2]).output_after
+    if output is None:
         return [attended, *more]
     return [attended.new_empty(*attended.shape[:2], output.weight.shape[0]), attended, *more]
 
@@ -111,8 +111,8 @@ def _forward_like(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
     sources = call.sources
     B, L = sources.q.shape_of(x)
     L *= group_ranks(call.x_group)
-    fused = sources.output if call.mode.fuses_output else None
-    width = sources.v.head_dim * call.schedule.heads if fused is None else fused.weight.shape[0]
+    output = call.output_in_loop
+    width = sources.v.head_dim * call.schedule.heads if output is None else output.weight.shape[0]
     return [tensors[0].new_empty(B, L, width, dtype=call.dtype), *kept_like(call, tensors[0], (B, L))]
 
 
@@ -160,7 +160,7 @@ def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tens
     call = _PREPARED[ctx.number].call
     ctx.wanted = [t.requires_grad for t in tensors]
     ctx.read = len(tensors)
-    kept = output[call.projects_after :] if call.mode.keeps_output else []
+    kept = output[call.output_after is not None :] if call.mode.keeps_output else []
     ctx.save_for_backward(*tensors, *kept)
 
 

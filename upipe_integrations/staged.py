@@ -141,9 +141,14 @@ class Call:
         return dataclasses.replace(self, sources=self.sources.with_tensors(iter(tensors)))
 
     @property
-    def projects_after(self) -> bool:
-        """Whether the output projection takes all attended heads at once, after the stage loop."""
-        return self.sources.output is not None and not self.mode.fuses_output
+    def output_in_loop(self) -> OutputProjection | None:
+        """The output projection where each stage's attended heads are added through it."""
+        return self.sources.output if self.mode.fuses_output else None
+
+    @property
+    def output_after(self) -> OutputProjection | None:
+        """The output projection where it takes all attended heads at once, after the stage loop."""
+        return None if self.mode.fuses_output else self.sources.output
 
     @property
     def block_kernel(self) -> BlockKernel:
@@ -308,8 +313,7 @@ def _forward(
 
     Adds what stages receive to `kept_heads`.
     """
-    sources = call.sources
-    output = sources.output if call.mode.fuses_output else None
+    sources, output = call.sources, call.output_in_loop
     result: Tensor | None = None
     lses = []
     kh = vh = None
@@ -397,10 +401,9 @@ def _backward(
     `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `kept` is None where a
     stage's attention is run again.
     """
-    sources = call.sources
-    if kept is not None and sources.output is not None and grads.output is not None:
-        sources.output.add_all_rows(grads.output, kept.out, grad)
-    fused = sources.output if call.mode.fuses_output else None
+    sources, output = call.sources, call.output_in_loop
+    if kept is not None and call.output_after is not None and grads.output is not None:
+        call.output_after.add_all_rows(grads.output, kept.out, grad)
     kh = vh = None
     dk: Sum | ScaledSum | None = None
     dv: Sum | ScaledSum | None = None
@@ -433,7 +436,7 @@ def _backward(
             doh, qh, _paired(kh, pairing), _paired(vh, pairing), oh, lse, call.spec_of(stage)
         )
         del qh, doh, lse
-        if fused is None:
+        if output is None:
             del oh
         if stage.opens_kv:
             dk, dv = call.kv_sum(stage), call.kv_sum(stage)
@@ -447,13 +450,13 @@ def _backward(
         dq = exchange(dq, call.group)
         factors = [grads.q.add(dq, x, stage.q)]
         del dq
-        if fused is not None:
+        if output is not None:
             if grads.output is not None:
                 oh = call.to_pieces(oh)
                 oh = exchange(oh, call.group)
                 _zero_padding(oh, stage.q)
-                rows = fused.weight_rows(oh, grad, call.dtype)
-                fused.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
+                rows = output.weight_rows(oh, grad, call.dtype)
+                output.add_rows(grads.output, rows, sources.v.head_dim, stage.q)
                 del rows
             del oh
         if stage.closes_kv:
@@ -656,8 +659,8 @@ def run_forward(
 
 def project(call: Call, attended: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
     """The result of :func:`run_forward`: `attended`, or `[B, L, Y]` after an output projection that is not fused."""
-    output = call.with_tensors(tensors).sources.output
-    if output is None or not call.projects_after:
+    output = call.with_tensors(tensors).output_after
+    if output is None:
         return attended
     with torch.autocast(attended.device.type, enabled=False):
         return output.of_all(attended)
