@@ -34,9 +34,9 @@ from megatron_patch.weights import (
     checked_linear,
     heads_in_qkv,
     input_norm,
+    is_bare,
     main_grad_of,
     run_pre_hooks,
-    why_not_readable,
     with_gradient_in_main_grad,
 )
 from upipe_integrations import (
@@ -131,7 +131,7 @@ class UPipeSelfAttention(SelfAttention):
         output = None
         if mode.fuses_output:
             checked_linear(projection, "linear_proj")
-        if mode.takes_output and not self._gated and why_not_readable(projection) is None:
+        if mode.fuses_output or (mode.takes_output and not self._gated and is_bare(projection)):
             run_pre_hooks(projection)
             output = OutputProjection(
                 with_gradient_in_main_grad(projection), None, accumulate_into=main_grad_of(projection)

@@ -30,6 +30,12 @@ def why_not_readable(linear: nn.Module) -> str | None:
     return None
 
 
+def is_bare(linear: nn.Module) -> bool:
+    """Whether reading `linear` is all that calling it would do: nothing was put around it, forward or backward."""
+    added = (linear._backward_hooks, linear._backward_pre_hooks, linear._modules)
+    return why_not_readable(linear) is None and "forward" not in vars(linear) and not any(added)
+
+
 def checked_linear(linear: nn.Module, name: str) -> None:
     """Raise ValueError where :func:`why_not_readable` has a reason."""
     what = why_not_readable(linear)

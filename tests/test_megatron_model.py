@@ -241,29 +241,45 @@ def test_hybrid_model():
         assert max(found) < 1e-10
 
 
-def _hooked_projection() -> tuple[int, float]:
-    """Calls of a user's hook on ``linear_proj``, and how far output and gradients are from those without it."""
+def _hooked_projection() -> tuple[list[str], float]:
+    """What of a user's on ``linear_proj`` was called, and how far output and gradients are from those without it."""
     on_cpu()
     case = Case(cp=2)
     start(case)
     (model,) = build(case, upipe=True)
     fill(model)
     attention, calls, runs = model.decoder.layers[0].self_attention, [], []
-    for hooked in (False, True):
-        if hooked:
-            attention.linear_proj.register_forward_hook(lambda *given: calls.append(given))
+    linear = attention.linear_proj
+    stock = linear.forward
+
+    def forward(x):
+        calls.append("forward")
+        return stock(x)
+
+    for what in (None, "hook", "backward hook", "forward"):
+        if what == "hook":
+            handle = linear.register_forward_hook(lambda *given: calls.append("hook"))
+        elif what == "backward hook":
+            handle.remove()
+            handle = linear.register_full_backward_hook(lambda *given: calls.append("backward hook"))
+        elif what == "forward":
+            handle.remove()
+            linear.forward = forward
         torch.manual_seed(dist.get_rank())
         x = torch.randn(16, 2, 64, dtype=torch.float64, requires_grad=True)
         out, bias = attention(x, None)
         parameters = list(attention.parameters())
         grads = torch.autograd.grad((out + bias).sin().sum(), [x, *parameters])
         runs.append([out.detach(), *grads])
-    return len(calls), max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*runs, strict=True))
+    right, *others = runs
+    return calls, max(
+        float((a - b).abs().max() / b.abs().max()) for run in others for a, b in zip(run, right, strict=True)
+    )
 
 
 def test_a_hook_of_the_output_projection_runs():
     for calls, error in run_ranks(2, _hooked_projection):
-        assert calls == 1 and error < 1e-12
+        assert calls == ["hook", "backward hook", "forward"] and error < 1e-12
 
 
 # ---------------------------------------------------------------- refusals
