@@ -1,7 +1,8 @@
 """Draws the figures of docs/how-it-works.md: one attention layer of Llama3-8B on one of 8 ranks at 1M tokens.
 
 The layer runs through the engine (and through plain Ulysses) on tensors without data, as in ``memory.py``; every bar is
-an operator that ran, its height what was live then. Dashed lines are the closed forms of ``upipe_integrations.memory``.
+an operator that ran, its height what was live then. Dashed lines are the closed forms of
+``upipe_integrations.planning.closed_forms``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.bench.layers import Layer, upipe_layer
 from upipe_integrations.bench.ulysses import ulysses_layer
-from upipe_integrations.measure import FlashWorkspace, LiveMemory, empty_layer, fake_ranks
-from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
+from upipe_integrations.planning.measure import FlashWorkspace, LiveMemory, empty_layer, fake_ranks
 
 SHAPE = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 RANKS, CHUNK_HEADS, TOKENS = 8, 8, 1 << 20

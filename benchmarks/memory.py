@@ -19,9 +19,9 @@ from progress import report
 
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.bench.peaks import measured_ulysses_peak
-from upipe_integrations.measure import fake_ranks, measured_upipe_peak
-from upipe_integrations.memory import LayerShape, PeakUnits, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, PeakUnits, ulysses_peak, upipe_peak
+from upipe_integrations.planning.measure import fake_ranks, measured_upipe_peak
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from upipe_integrations import KernelRequest, Mode, Schedule, select_kernel
 from upipe_integrations.bench.layers import Layer, random_layer, upipe_layer
 from upipe_integrations.bench.ulysses import ulysses_layer
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape
 
 TENSORS = ("y", "dx", "dwq", "dwk", "dwv", "dwo")
 TARGETS = {"auto": 1.15, "float32": 1.05}
@@ -220,7 +220,7 @@ The largest error of any tensor in Ulysses's of the same tensor, by mode:
     in bf16 is the largest of the errors that are left.
   - dK and dV of KV heads that several stages share have a running sum, which lives at the very peak: in float32 it
     would cost two more [tokens, KV heads of a stage] tensors. It is made in float16 with a power of two for every row
-    (`upipe_integrations/sums.py`), in the memory of bf16 and with three more bits; in bf16 dWv would have 1.25 times
+    (`projections/sums.py`), in the memory of bf16 and with three more bits; in bf16 dWv would have 1.25 times
     Ulysses's error at 8 stages.
   - `blocks` adds to dx for each block of a stage and once more for dK and dV, so its dx is summed in the same way (in
     bf16: 1.16 at 8 stages); elsewhere a stage adds one product, which bf16 sums at 8 stages as well as Ulysses sums

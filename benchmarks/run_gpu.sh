@@ -31,10 +31,10 @@ step() {
 }
 
 printf '%s GPUs, %s ranks, results in %s\n' "$found" "$ranks" "$out"
-{ nvidia-smi; "$python" -m upipe_integrations.cli info; } >"$out/machine.log" 2>&1
+{ nvidia-smi; "$python" -m upipe_integrations.commands.main info; } >"$out/machine.log" 2>&1
 layer=(--heads 32 --kv-heads 8 --head-dim 128 --hidden-size 4096 --ranks "$ranks")
 step tests 120 "$python" -m pytest -m gpu -q
-step check 60 "$python" -m upipe_integrations.cli check --heads 32 --kv-heads 8 --head-dim 128 --seq-len 2048 \
+step check 60 "$python" -m upipe_integrations.commands.main check --heads 32 --kv-heads 8 --head-dim 128 --seq-len 2048 \
     --ranks "$ranks" --chunk-heads 8 --dtype bfloat16
 step precision 90 "$python" benchmarks/precision.py --head-dim 128 --kernels auto --stages 1 4 8 16 --blocks 2 8
 step memory 60 "$python" benchmarks/memory.py --json --models "Llama3-8B on 8" --tokens 131072 1048576 8388608

@@ -26,23 +26,15 @@ from progress import report
 from torch import Tensor
 
 from upipe_integrations import Mode, Schedule
+from upipe_integrations.bench.job import STEPS, Contender, Job, Profile, Ulysses, UPipe, best_device
 from upipe_integrations.bench.layers import Run
+from upipe_integrations.bench.on_ranks import run_job
 from upipe_integrations.bench.report import plot, table
-from upipe_integrations.bench.speed import (
-    STEPS,
-    Contender,
-    Job,
-    Measured,
-    Profile,
-    Ulysses,
-    UPipe,
-    best_device,
-    run_job,
-)
+from upipe_integrations.bench.results import Measured
 from upipe_integrations.bench.ulysses import LocalAttention, attend_all_heads
 from upipe_integrations.kernels import KERNELS, Kernel
-from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ imported here.
 
 from deepspeed_plugin.checkpointing import enable_checkpointing
 from deepspeed_plugin.distributed import DistributedAttention
-from deepspeed_plugin.loss import (
+from deepspeed_plugin.losses.loss import (
     group_mean_loss,
     labelled_tokens,
     sequence_log_probs,

@@ -11,19 +11,20 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_plugin.adapters import check_prompts
 from deepspeed_plugin.alst import registered_ulysses
 from deepspeed_plugin.distributed import StagedCalls, check_instance
 from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
-from deepspeed_plugin.families import AttentionFacts, attention_facts, find_attention, is_vision
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
-from deepspeed_plugin.layer import CHILD, LayerSettings, StagedAttention, staged_forward
-from deepspeed_plugin.vision import attend_locally
+from deepspeed_plugin.transformers.adapters import check_prompts
+from deepspeed_plugin.transformers.facts import AttentionFacts, attention_facts, find_attention
+from deepspeed_plugin.transformers.families import is_vision
+from deepspeed_plugin.transformers.layer import CHILD, LayerSettings, StagedAttention, staged_forward
+from deepspeed_plugin.transformers.vision import attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.kernels.base import block_refusal
-from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 _MILLION_TOKENS = 1 << 20
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed_plugin.layer import StagedAttention
-from upipe_integrations.checkpoint import context_fn
+from deepspeed_plugin.transformers.layer import StagedAttention
+from upipe_integrations.engine.checkpoint import context_fn
 
 
 def enable_checkpointing(model: nn.Module, *, keep_attention: bool = True) -> None:

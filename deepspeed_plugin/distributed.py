@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_plugin.layer import CHILD
+from deepspeed_plugin.transformers.layer import CHILD
 from upipe_integrations import AttentionSpec, Dropout, FunctionKernel, Schedule, UPipeConfig, upipe_attention_qkv
 from upipe_integrations.all_to_all import group_ranks
 

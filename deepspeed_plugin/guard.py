@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.layer import LayerSettings, remember_documents
+from deepspeed_plugin.transformers.layer import LayerSettings, remember_documents
 from upipe_integrations.all_to_all import gather_integers
 from upipe_integrations.sharding import documents_from_positions
 

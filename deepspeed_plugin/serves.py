@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_plugin.families import attention_facts, find_attention
+from deepspeed_plugin.transformers.facts import attention_facts, find_attention
 from upipe_integrations import UPipeConfig
 
 

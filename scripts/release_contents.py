@@ -17,7 +17,7 @@ from packaging.utils import parse_sdist_filename, parse_wheel_filename
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("upipe_integrations", "deepspeed_plugin", "megatron_patch")
 ENTRY_POINTS = (
-    "upipe = upipe_integrations.cli:main",
+    "upipe = upipe_integrations.commands.main:main",
     "upipe_deepspeed = upipe_autoload:deepspeed",
     "upipe_megatron = upipe_autoload:megatron",
     "deepspeed = deepspeed_plugin.serves:serves",

@@ -99,7 +99,9 @@ print(torch.ones(2).sum())
 
 def test_info_says_what_is_on(installed):
     def lines(*words: str, **environment: str) -> list[str]:
-        printed = _run([sys.executable, "-m", "upipe_integrations.cli", "info", *words], installed, **environment)
+        printed = _run(
+            [sys.executable, "-m", "upipe_integrations.commands.main", "info", *words], installed, **environment
+        )
         lines = printed.splitlines()
         first = next(number for number, line in enumerate(lines) if line.startswith("autoload"))
         return [" ".join(line.split()) for line in lines[first : first + 3]]

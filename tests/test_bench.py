@@ -14,20 +14,21 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_in_process
-from upipe_integrations import Mode, Schedule, cli
-from upipe_integrations.bench import cli as bench_cli
-from upipe_integrations.bench import peaks, speed
-from upipe_integrations.bench.speed import Sample, StepPeak, UPipe
-from upipe_integrations.measure import fake_ranks, measured_upipe_peak
-from upipe_integrations.memory import LayerShape, ulysses_peak
+from upipe_integrations import Mode, Schedule
+from upipe_integrations.bench import on_ranks, peaks
+from upipe_integrations.bench.job import STEPS, Job, Sample, StepPeak, Ulysses, UPipe
+from upipe_integrations.commands import bench as bench_cli
+from upipe_integrations.commands import main as cli
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak
+from upipe_integrations.planning.measure import fake_ranks, measured_upipe_peak
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--heads", "8", "--kv-heads", "2", "--head-dim", "16", "--hidden", "64"]
 
 
 def _started(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "upipe_integrations.cli", "bench", *SMALL, *words]
+    command = [sys.executable, "-m", "upipe_integrations.commands.main", "bench", *SMALL, *words]
     # What makes programs colour a pipe.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "FORCE_COLOR": "1"}
     pipe = subprocess.PIPE
@@ -65,10 +66,10 @@ def test_it_compares_times_and_writes(tmp_path):
 def _traced() -> list[float]:
     layer = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
     mode, tokens = Mode("fused", operator=True), 1 << 20
-    contenders = (speed.Ulysses(), UPipe(8, mode))
+    contenders = (Ulysses(), UPipe(8, mode))
     import torch
 
-    job = speed.Job(layer, 8, (tokens,), contenders, ("forward", "training"), 1, 0, "auto", "cpu", torch.float32)
+    job = Job(layer, 8, (tokens,), contenders, ("forward", "training"), 1, 0, "auto", "cpu", torch.float32)
     found = {(peak.contender.name, peak.step): peak.bytes for peak in peaks.traced_peaks(job)}
     unit = tokens * 128 * 2
     with fake_ranks(8):
@@ -140,7 +141,7 @@ def _faked(monkeypatch, runs: int, error: BaseException | None = None) -> None:
         if error is not None:
             raise error
 
-    monkeypatch.setattr(speed, "run_job", run_job)
+    monkeypatch.setattr(on_ranks, "run_job", run_job)
     monkeypatch.setattr(peaks, "traced_peaks", lambda job: [StepPeak(c, 32, "forward", 2**20) for c in job.contenders])
 
 
@@ -190,9 +191,9 @@ def _verdicts() -> list[str]:
 
     said = []
     for factor in (1.0, 1.001, float("nan")):
-        runs = {speed.Ulysses(): run, UPipe(2, Mode()): lambda layer, factor=factor: run(layer, factor)}
+        runs = {Ulysses(): run, UPipe(2, Mode()): lambda layer, factor=factor: run(layer, factor)}
         try:
-            speed._verify(runs, layer, torch.ones_like(layer.x), torch.float64)
+            on_ranks._verify(runs, layer, torch.ones_like(layer.x), torch.float64)
             said.append("agree")
         except RuntimeError as error:
             said.append(str(error))
@@ -209,7 +210,7 @@ def test_contenders_are_compared_before_they_are_timed():
 # ---------------------------------------------------------------- words
 
 
-def _job(*words: str) -> speed.Job:
+def _job(*words: str) -> Job:
     return bench_cli._job(cli._parser().parse_args(["bench", *words]))
 
 
@@ -223,7 +224,7 @@ def test_what_is_not_said():
     assert all(c.mode.operator for c in job.contenders[1:])  # so that a checkpoint keeps the result
     assert job.steps == ("forward", "training") and str(job.dtype) == "torch.float32"
     assert _job("--heads", "6").shape.kv_heads == 6
-    assert tuple(speed.STEPS) == bench_cli._CHECKPOINT
+    assert tuple(STEPS) == bench_cli._CHECKPOINT
 
 
 def test_a_model_and_every_word():

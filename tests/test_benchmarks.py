@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 ROOT = Path(__file__).parents[1]
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_in_process
-from upipe_integrations import UPipeConfig, check, check_cli, cli
-from upipe_integrations.check import Finding, Result
+from upipe_integrations import UPipeConfig
+from upipe_integrations.commands import check as check_cli
+from upipe_integrations.commands import main as cli
 from upipe_integrations.mode import MEMORY
-from upipe_integrations.models import PRESETS, Attention, ModelConfig, find_config
+from upipe_integrations.planning.models import PRESETS, Attention, ModelConfig, find_config
+from upipe_integrations.proof import check
+from upipe_integrations.proof.check import Finding, Result
 
 SMALL = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 32}
 

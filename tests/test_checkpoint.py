@@ -15,10 +15,10 @@ from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
 from tests.ulysses import AllToAll, Attend
 from upipe_integrations import Mode, OutputProjection, Schedule, upipe_attention
-from upipe_integrations.checkpoint import context_fn
+from upipe_integrations.engine.checkpoint import context_fn
 from upipe_integrations.kernels import KERNELS, MathKernel
-from upipe_integrations.measure import LiveMemory
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.measure import LiveMemory
 
 
 class CountingKernel(MathKernel):
@@ -199,7 +199,7 @@ def test_the_operator_refuses_double_backward():
 def test_calls_are_forgotten_with_their_last_use():
     import gc
 
-    from upipe_integrations.operators import _PREPARED
+    from upipe_integrations.engine.operators import _PREPARED
 
     layer = make_layer(8, 4)
     gc.collect()

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 import upipe_integrations
-from upipe_integrations import check, check_cli, cli, kernels
-from upipe_integrations.check import Finding
+from upipe_integrations import kernels
+from upipe_integrations.commands import check as check_cli
+from upipe_integrations.commands import main as cli
 from upipe_integrations.config import KERNEL_NAMES
+from upipe_integrations.proof import check
+from upipe_integrations.proof.check import Finding
 
 BASE = ["--heads", "6", "--kv-heads", "3", "--head-dim", "16", "--seq-len", "64", "--ranks", "4", "--chunk-heads", "4"]
 
 
 def test_the_documented_example_agrees():
-    command = [sys.executable, "-m", "upipe_integrations.cli", "check", *BASE]
+    command = [sys.executable, "-m", "upipe_integrations.commands.main", "check", *BASE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "6 query and 3 KV heads of 16, 1 x 64 tokens, 4 ranks, 2 stages of 4 heads" in result.stdout
@@ -68,14 +71,14 @@ def test_features_agree(options, capsys):
 
 def test_a_difference_is_exit_1(monkeypatch, capsys):
     """The comparison can fail: the single process is given another scale."""
-    right = check._single_process
+    right = check.single_process
 
     def wrong(case):
         results = right(case)
         results["dwk"] = results["dwk"] * 1.0001
         return results
 
-    monkeypatch.setattr(check, "_single_process", wrong)
+    monkeypatch.setattr(check, "single_process", wrong)
     assert cli.main(["check", "--heads", "2", "--head-dim", "8", "--seq-len", "16"]) == 1
     printed = capsys.readouterr().out
     assert "DIFFERS: dwk" in printed
@@ -149,7 +152,10 @@ def test_info_names_versions_kernels_and_hosts(capsys):
 
 
 def test_help_and_settings_need_no_torch():
-    code = "import sys; from upipe_integrations import cli; cli._parser().format_help(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from upipe_integrations.commands import main; main._parser().format_help(); "
+        "print('torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "False", result.stderr
 

@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
-from upipe_integrations import check_cli, cli, info_cli
-from upipe_integrations.bench import cli as bench_cli
+from upipe_integrations.commands import bench as bench_cli
+from upipe_integrations.commands import check as check_cli
+from upipe_integrations.commands import info as info_cli
+from upipe_integrations.commands import main as cli
 
 COMMANDS = {"plan": ["llama3-8b"], "check": ["llama3-8b"], "bench": ["llama3-8b"], "info": []}
 OF_A_MODEL = ("plan", "check", "bench")
@@ -118,14 +120,14 @@ def test_ctrl_c_and_a_reader_that_left(monkeypatch, capsys):
     monkeypatch.setattr(info_cli, "_kernels", lambda: interrupted(None))
     assert cli.main(["info", "--no-probe"]) == 130
     assert capsys.readouterr().err == "upipe info: interrupted\n"
-    command = f"{sys.executable} -m upipe_integrations.cli plan llama3-8b | true; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m upipe_integrations.commands.main plan llama3-8b | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stderr == "" and result.returncode in (0, 1)
 
 
 def test_info_in_a_pipe_says_what_is_on():
     environment = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1"}
-    command = [sys.executable, "-m", "upipe_integrations.cli", "info", "--no-probe"]
+    command = [sys.executable, "-m", "upipe_integrations.commands.main", "info", "--no-probe"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0 and result.stderr == ""
     assert all(character.isprintable() for line in result.stdout.splitlines() for character in line)

@@ -33,7 +33,7 @@ from upipe_integrations import (
     upipe_attention,
     upipe_attention_qkv,
 )
-from upipe_integrations.checkpoint import context_fn
+from upipe_integrations.engine.checkpoint import context_fn
 from upipe_integrations.kernels import KERNELS, MathKernel
 
 MODES = {

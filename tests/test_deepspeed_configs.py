@@ -14,10 +14,12 @@ import torch
 from tests.models import make_batch, make_model, shard, single_process, worst
 from tests.ranks import run_in_process, run_ranks
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.measure import LiveMemory
-from upipe_integrations.memory import LayerShape, upipe_peak
-from upipe_integrations.models import PRESETS
-from upipe_integrations.plan import Method, Plan, Setup
+from upipe_integrations.planning.closed_forms import LayerShape, upipe_peak
+from upipe_integrations.planning.components import Method
+from upipe_integrations.planning.measure import LiveMemory
+from upipe_integrations.planning.models import PRESETS
+from upipe_integrations.planning.plan import Plan
+from upipe_integrations.planning.setup import Setup
 from upipe_integrations.tiled_loss import TILE_ROWS
 
 pytest.importorskip("deepspeed")

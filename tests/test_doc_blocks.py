@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.pages import PAGES, ROOT, blocks, commands
 from tests.ranks import run_in_process, run_ranks
-from upipe_integrations import cli
+from upipe_integrations.commands import main as cli
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.training")

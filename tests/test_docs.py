@@ -25,8 +25,8 @@ from tests.engine import relative_errors, run_sharded, spec_of
 from tests.reference import make_layer, reference
 from upipe_integrations import Dropout, KernelRequest, Mode, Schedule
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "supported.md"

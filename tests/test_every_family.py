@@ -74,7 +74,7 @@ def outcomes() -> dict[str, Outcome]:
     """Every family, on each rank of the default group."""
     from transformers.utils import logging
 
-    from deepspeed_plugin.families import find_attention
+    from deepspeed_plugin.transformers.facts import find_attention
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -145,7 +145,7 @@ def test_every_refusal_says_why(found):
 
 
 def test_every_served_class_is_in_a_family_that_was_run(found):
-    from deepspeed_plugin.families import SERVED
+    from deepspeed_plugin.transformers.families import SERVED
 
     run = {name.strip("`") for outcome in found.values() for name in outcome.classes.split(", ") if name}
     modules = {name: name.rsplit(".", 1)[0] for name in SERVED}

@@ -54,7 +54,7 @@ class Engine:
 
 def tiled(model: torch.nn.Module, batch: dict[str, torch.Tensor], reduction: str, **inputs) -> dict[str, torch.Tensor]:
     """The tiled loss of one process, and every gradient."""
-    from deepspeed_plugin.loss import target_log_probs
+    from deepspeed_plugin.losses.loss import target_log_probs
 
     given = {"input_ids": batch["input_ids"], "use_cache": False, **inputs}
     loss = -target_log_probs(Engine(model), given, batch["labels"], tile_rows=5).sum()
@@ -81,7 +81,7 @@ def _families() -> dict[str, tuple[str, float]]:
     """What each family does to logits, and the largest error of the tiled loss."""
     from transformers.utils import logging
 
-    from deepspeed_plugin.logits import logits_function
+    from deepspeed_plugin.losses.logits import logits_function
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -222,7 +222,7 @@ def _liger_interpreted() -> dict[str, float]:
     """Liger's own kernels, run by Triton's interpreter; the second model's forward is Liger's, which fuses its loss."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    from deepspeed_plugin.loss import tiled_sequence_parallel_loss
+    from deepspeed_plugin.losses.loss import tiled_sequence_parallel_loss
 
     batch = make_batch(seq=12)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
@@ -266,7 +266,7 @@ def test_liger_itself_is_the_torch_kernel():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_liger_on_a_gpu_is_the_torch_kernel():
     pytest.importorskip("liger_kernel")
-    from deepspeed_plugin.loss import tiled_sequence_parallel_loss
+    from deepspeed_plugin.losses.loss import tiled_sequence_parallel_loss
 
     results = []
     for kernel in ("torch", "liger"):
@@ -283,7 +283,7 @@ def test_liger_on_a_gpu_is_the_torch_kernel():
 
 
 def _refused() -> dict[str, str]:
-    from deepspeed_plugin.loss import tiled_sequence_parallel_loss
+    from deepspeed_plugin.losses.loss import tiled_sequence_parallel_loss
 
     batch = make_batch(seq=8)
     results = {}

@@ -15,7 +15,7 @@ import pytest
 from examples.megatron.arguments import read_arguments
 from tests.ranks import run_in_process
 from upipe_integrations import Mode, Schedule
-from upipe_integrations.memory import LayerShape, upipe_peak
+from upipe_integrations.planning.closed_forms import LayerShape, upipe_peak
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None,

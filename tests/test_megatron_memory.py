@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.ranks import run_in_process
 from upipe_integrations import UPipeConfig
-from upipe_integrations.measure import FlashWorkspace, LiveMemory
-from upipe_integrations.memory import LayerShape, upipe_peak
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import LayerShape, upipe_peak
+from upipe_integrations.planning.measure import FlashWorkspace, LiveMemory
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 

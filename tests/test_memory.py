@@ -22,8 +22,14 @@ from upipe_integrations import (
     upipe_attention,
     upipe_attention_qkv,
 )
-from upipe_integrations.measure import FlashWorkspace, LiveMemory, fake_ranks, measured_peak, measured_upipe_peak
-from upipe_integrations.memory import LayerShape, PeakUnits, low_rank_terms, ulysses_peak, upipe_peak
+from upipe_integrations.planning.closed_forms import LayerShape, PeakUnits, low_rank_terms, ulysses_peak, upipe_peak
+from upipe_integrations.planning.measure import (
+    FlashWorkspace,
+    LiveMemory,
+    fake_ranks,
+    measured_peak,
+    measured_upipe_peak,
+)
 
 RANKS = 8
 TOKENS = 1 << 20

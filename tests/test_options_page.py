@@ -17,7 +17,8 @@ import pytest
 
 from megatron_patch.arguments import add_arguments
 from megatron_patch.options import IMPL, PREFIX, RULES, flag
-from upipe_integrations import Mode, UPipeConfig, cli
+from upipe_integrations import Mode, UPipeConfig
+from upipe_integrations.commands import main as cli
 from upipe_integrations.config import KERNEL_NAMES
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 

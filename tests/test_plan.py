@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_in_process
-from upipe_integrations import cli
-from upipe_integrations import plan as plan_module
+from upipe_integrations.commands import main as cli
 from upipe_integrations.mode import MEMORY
-from upipe_integrations.models import PRESETS, Model, find_model
-from upipe_integrations.plan import Method, Plan, Setup
-from upipe_integrations.plan_report import as_dict
+from upipe_integrations.planning import components
+from upipe_integrations.planning.components import Method
+from upipe_integrations.planning.models import PRESETS, Model, find_model
+from upipe_integrations.planning.plan import Plan
+from upipe_integrations.planning.report import as_dict
+from upipe_integrations.planning.setup import Setup
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 M = 1 << 20
@@ -160,7 +162,7 @@ def _mlp_peak() -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.checkpoint import checkpoint
 
-    from upipe_integrations.measure import LiveMemory
+    from upipe_integrations.planning.measure import LiveMemory
 
     L, E, N = 1 << 20, 4096, 14336
     with FakeTensorMode(), LiveMemory() as live:
@@ -240,13 +242,13 @@ def test_longest_is_the_last_that_fits():
 
 
 def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "upipe_integrations.cli", "plan", *words]
+    command = [sys.executable, "-m", "upipe_integrations.commands.main", "plan", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
 
 
 def test_a_plan_imports_no_torch():
     code = (
-        "import sys; from upipe_integrations import cli; cli.main(['plan', 'llama3-8b']); "
+        "import sys; from upipe_integrations.commands import main as cli; cli.main(['plan', 'llama3-8b']); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
@@ -559,7 +561,7 @@ def test_the_window_of_the_reserve(monkeypatch):
     monkeypatch.setattr(Setup, "plain_output", False)
 
     def verdicts(reserve: float) -> tuple[bool, ...]:
-        monkeypatch.setattr(plan_module, "RESERVE", reserve)
+        monkeypatch.setattr(components, "RESERVE", reserve)
         plan = Plan(PRESETS["llama3-8b"], Setup(8, 80, **PAPER), chunk_heads=(8,), memory=("keep",))
         methods = {str(method): method for method in plan.methods}
         asked = [(name, n) for name in ("Ring", "Ulysses") for n in (3, 4)] + [("UPipe keep, U=8", 5)]
@@ -567,7 +569,7 @@ def test_the_window_of_the_reserve(monkeypatch):
 
     the_papers = (True, False, True, False, True)
     assert [verdicts(r) == the_papers for r in (0.072, 0.073, 0.08, 0.092, 0.093)] == [False, True, True, True, False]
-    monkeypatch.setattr(plan_module, "RESERVE", 0.08)
+    monkeypatch.setattr(components, "RESERVE", 0.08)
     offloaded = PAPER | {"offload": ("activations", "optimizer")}
     longest = [_longest(Plan(PRESETS["llama3-8b"], Setup(8, 80, **stack))) for stack in (PAPER, offloaded)]
     said = "comes to {:.2f}M ({:.2f}M)".format(*(of["UPipe keep, U=8"] / M for of in longest))

@@ -30,8 +30,8 @@ from upipe_integrations import (
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.measure import LiveMemory
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.measure import LiveMemory
 
 D = 8
 

@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import run_in_process
 from upipe_integrations import Mode, Schedule, UPipeConfig
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.memory import LayerShape, ulysses_peak, upipe_peak
+from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -50,9 +50,9 @@ def _built(folder: Path, *, without: str = "", beside: str = "", points: str | N
     [
         ({"without": "deepspeed_plugin/py.typed"}, "the wheel lacks deepspeed_plugin/py.typed"),
         ({"without": "upipe_autoload.py"}, "the wheel lacks upipe_autoload.py"),
-        ({"without": "upipe_integrations/bench/speed.py"}, "the wheel lacks upipe_integrations/bench/speed.py"),
+        ({"without": "upipe_integrations/bench/on_ranks.py"}, "the wheel lacks upipe_integrations/bench/on_ranks.py"),
         ({"beside": "tests/test_cli.py"}, "the wheel has tests/test_cli.py, which no import needs"),
-        ({"points": ""}, "the wheel lacks the entry point upipe = upipe_integrations.cli:main"),
+        ({"points": ""}, "the wheel lacks the entry point upipe = upipe_integrations.commands.main:main"),
         ({"without": "README.md"}, "the sdist lacks README.md"),
         ({"version": "9.9.9"}, "built {'9.9.9'}, __version__ = "),
     ],

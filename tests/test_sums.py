@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from upipe_integrations.sums import ScaledSum, Sum
+from upipe_integrations.projections.sums import ScaledSum, Sum
 
 
 def _parts(number: int, rows: int = 64, seed: int = 0) -> list[torch.Tensor]:

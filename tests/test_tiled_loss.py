@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models import make_model, shard, worst
 from tests.ranks import run_ranks
-from upipe_integrations.measure import LiveMemory
+from upipe_integrations.planning.measure import LiveMemory
 from upipe_integrations.sharding import count_labels, mean_token_loss, sequence_sums
 from upipe_integrations.tiled_loss import token_log_probs
 

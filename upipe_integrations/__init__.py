@@ -13,19 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from upipe_integrations.attention import AttentionProjections, compute_dtype, upipe_attention, upipe_attention_qkv
+    from upipe_integrations.attention import compute_dtype, upipe_attention, upipe_attention_qkv
     from upipe_integrations.config import UPipeConfig
     from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
     from upipe_integrations.layout import Layout
     from upipe_integrations.mode import Mode
-    from upipe_integrations.projection import (
-        HeadBlock,
-        HeadFunction,
-        LowRank,
-        OutputProjection,
-        Projection,
-        RotateHalf,
-    )
+    from upipe_integrations.projections.head_function import HeadFunction
+    from upipe_integrations.projections.output import OutputProjection
+    from upipe_integrations.projections.projection import AttentionProjections, HeadBlock, LowRank, Projection
+    from upipe_integrations.projections.rotary import RotateHalf
     from upipe_integrations.schedule import Schedule
 
 __all__ = [
@@ -52,19 +48,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AttentionProjections": "attention",
+    "AttentionProjections": "projections.projection",
     "AttentionSpec": "kernels",
     "Dropout": "kernels",
     "FunctionKernel": "kernels",
-    "HeadBlock": "projection",
-    "HeadFunction": "projection",
+    "HeadBlock": "projections.projection",
+    "HeadFunction": "projections.head_function",
     "KernelRequest": "kernels",
     "Layout": "layout",
-    "LowRank": "projection",
+    "LowRank": "projections.projection",
     "Mode": "mode",
-    "OutputProjection": "projection",
-    "Projection": "projection",
-    "RotateHalf": "projection",
+    "OutputProjection": "projections.output",
+    "Projection": "projections.projection",
+    "RotateHalf": "projections.rotary",
     "Schedule": "schedule",
     "UPipeConfig": "config",
     "compute_dtype": "attention",

@@ -7,7 +7,6 @@ rank, C ranks, S = C * L, E input size, H query heads and K KV heads over all ra
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from upipe_integrations.all_to_all import Group, group_ranks
+from upipe_integrations.engine.operators import attention_in_graph, forward_by_operator
+from upipe_integrations.engine.staged import Call, Sources, project, run_backward, run_forward
+from upipe_integrations.engine.tracing import run_for_real
 from upipe_integrations.kernels import AttentionSpec, Kernel, KernelRequest
 from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.layout import Layout
 from upipe_integrations.mode import Mode
-from upipe_integrations.operators import attention_in_graph, forward_by_operator
-from upipe_integrations.projection import GivenHeads, LowRank, OutputProjection, Projection
+from upipe_integrations.projections.given import GivenHeads
+from upipe_integrations.projections.output import OutputProjection
+from upipe_integrations.projections.projection import AttentionProjections, LowRank, Projection
 from upipe_integrations.schedule import Schedule
-from upipe_integrations.staged import Call, Sources, project, run_backward, run_forward
-from upipe_integrations.tracing import run_for_real
-
-
-@dataclass(frozen=True)
-class AttentionProjections:
-    """The query, key and value projections of one attention layer."""
-
-    q: Projection
-    k: Projection
-    v: Projection
 
 
 def upipe_attention(

@@ -36,7 +36,7 @@ class Mode:
         overlap: send the next stage's (in ``"blocks"`` the next block's) heads while this one attends, for the
             memory of one more stage's exchange.
         operator: run as the registered operator ``torch.ops.upipe.attention``, which selective activation
-            checkpointing can keep the result of; see ``upipe_integrations.checkpoint``.
+            checkpointing can keep the result of; see ``upipe_integrations.engine.checkpoint``.
     """
 
     memory: str = "keep"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from upipe_integrations.measure import LiveMemory
+from upipe_integrations.planning.measure import LiveMemory
 
 # Gloo's worker threads let go of the tensors of an exchange a moment after it is over, so now and then one is
 # still counted. That half of all measurements were free of it was the worst seen: 1 in 2**8 is missed by chance.

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upipe_integrations.all_to_all import Group
-from upipe_integrations.attention import AttentionProjections, upipe_attention
+from upipe_integrations.attention import upipe_attention
 from upipe_integrations.kernels import AttentionSpec, Kernel
-from upipe_integrations.memory import LayerShape
 from upipe_integrations.mode import Mode
-from upipe_integrations.projection import OutputProjection, Projection, RotateHalf
+from upipe_integrations.planning.closed_forms import LayerShape
+from upipe_integrations.projections.output import OutputProjection
+from upipe_integrations.projections.projection import AttentionProjections, Projection
+from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.schedule import Schedule
 
 SPEC = AttentionSpec()

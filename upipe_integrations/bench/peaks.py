@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor
 
+from upipe_integrations.bench.job import FORWARD, Job, StepPeak, Ulysses, UPipe
 from upipe_integrations.bench.layers import Layer
-from upipe_integrations.bench.speed import FORWARD, Job, StepPeak, Ulysses, UPipe
 from upipe_integrations.bench.ulysses import ulysses_heads
-from upipe_integrations.measure import FlashWorkspace, fake_ranks, measured_peak, measured_upipe_peak
-from upipe_integrations.memory import LayerShape, PeakUnits
+from upipe_integrations.planning.closed_forms import LayerShape, PeakUnits
+from upipe_integrations.planning.measure import FlashWorkspace, fake_ranks, measured_peak, measured_upipe_peak
 
 
 def traced_peaks(job: Job) -> Iterator[StepPeak]:

@@ -1,0 +1,1 @@
+"""Losses that are right at every ZeRO stage, whole, tiled and of sequences."""

@@ -1,0 +1,1 @@
+"""The ``upipe`` command: plan, check, bench and info."""

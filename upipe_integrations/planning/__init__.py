@@ -1,0 +1,1 @@
+"""Memory before there is a run: shapes of models, closed forms, and the instrument that measures them."""
