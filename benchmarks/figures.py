@@ -94,7 +94,7 @@ def traces() -> dict[str, tuple[list[Event], list[Event]]]:
         return ulysses_layer(layer, dist.group.WORLD, FlashWorkspace())
 
     def upipe(memory: str) -> Callable[[Layer], Tensor]:
-        return lambda layer: upipe_layer(layer, schedule(), Mode(memory), dist.group.WORLD, FlashWorkspace())
+        return lambda layer: upipe_layer(layer, schedule(), Mode.named(memory), dist.group.WORLD, FlashWorkspace())
 
     with fake_ranks(RANKS):
         return {"Ulysses": trace(ulysses), **{memory: trace(upipe(memory)) for memory in MEMORY}}
@@ -107,7 +107,7 @@ def schedule() -> Schedule:
 
 def closed_form(name: str) -> float:
     """GiB of the training peak, without weight gradients."""
-    form = ulysses_peak(SHAPE, RANKS) if name == "Ulysses" else upipe_peak(SHAPE, schedule(), Mode(name))
+    form = ulysses_peak(SHAPE, RANKS) if name == "Ulysses" else upipe_peak(SHAPE, schedule(), Mode.named(name))
     return form.gib(TOKENS, SHAPE.head_dim).training
 
 

@@ -69,14 +69,14 @@ class Case:
         """What the closed form says."""
         if self.mode is None:
             return ulysses_peak(self.setting.shape, self.setting.ranks)
-        return upipe_peak(self.setting.shape, self.schedule(), Mode(self.mode))
+        return upipe_peak(self.setting.shape, self.schedule(), Mode.named(self.mode))
 
     def measured(self) -> PeakUnits:
         """Peaks on one rank of the default group, which has the setting's ranks."""
         shape = self.setting.shape
         if self.mode is None:
             return measured_ulysses_peak(shape, self.tokens)
-        return measured_upipe_peak(shape, self.schedule(), Mode(self.mode), self.tokens)
+        return measured_upipe_peak(shape, self.schedule(), Mode.named(self.mode), self.tokens)
 
     def row(self) -> dict[str, object]:
         """The case and what was measured; GiB is the training peak."""

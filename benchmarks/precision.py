@@ -127,7 +127,7 @@ def runs_of(shape: LayerShape, stages: list[int], modes: list[str], blocks: list
     for memory, accumulate, s in itertools.product(modes, ACCUMULATE, stages):
         if shape.heads % s == 0:
             for b in blocks if memory == "blocks" else [Mode().query_blocks]:
-                yield Run(s, Mode(memory, b, accumulate))
+                yield Run(s, Mode.named(memory, b, accumulate))
 
 
 def measure(shape: LayerShape, kernel: str, arguments: argparse.Namespace) -> Table:

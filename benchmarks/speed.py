@@ -106,7 +106,7 @@ def contenders_of(arguments: argparse.Namespace) -> tuple[Contender, ...]:
         arguments.chunk_heads or (arguments.ranks, 4 * arguments.ranks), arguments.modes
     ):
         kept = not arguments.plain_checkpoint
-        mode = Mode(memory, arguments.query_blocks, arguments.accumulate, arguments.overlap, operator=kept)
+        mode = Mode.named(memory, arguments.query_blocks, arguments.accumulate, arguments.overlap, operator=kept)
         found.append(UPipe(U, mode))
     return tuple(found)
 

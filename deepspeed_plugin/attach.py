@@ -23,7 +23,6 @@ from deepspeed_plugin.transformers.layer import CHILD, LayerSettings, StagedAtte
 from deepspeed_plugin.transformers.vision import attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 _MILLION_TOKENS = 1 << 20
@@ -153,8 +152,8 @@ def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device,
     """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
     request = fact.kernel_request(device, dtype, fact.spec())
     kernel = select_kernel(config.kernel, request)
-    if config.mode.blocks > 1:
-        reason = block_refusal(kernel, request.spec)
+    if config.mode.query_blocks > 1:
+        reason = kernel.block_refusal(request.spec)
         if reason is not None:
             raise ValueError(
                 f"upipe.memory = 'blocks' with kernel {kernel.name!r}: {reason}. Set upipe.memory to 'fused', or "

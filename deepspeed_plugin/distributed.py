@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_plugin.transformers.layer import CHILD
-from upipe_integrations import AttentionSpec, Dropout, FunctionKernel, Schedule, UPipeConfig, upipe_attention_qkv
+from upipe_integrations import (
+    AttentionSpec,
+    Dropout,
+    FunctionKernel,
+    Schedule,
+    Staging,
+    UPipeConfig,
+    upipe_attention_qkv,
+)
 from upipe_integrations.all_to_all import group_ranks
 
 _LAYER_MODULE = "deepspeed.sequence.layer"
@@ -194,17 +202,18 @@ def staged_forward(
         )
     staged: StagedCalls = module.upipe
     local = _LocalAttention(module, rotary_pos_emb, args, kwargs, query.device.type)
+    sequence_first = module.gather_idx == 0
     out = upipe_attention_qkv(
-        query,
-        key,
-        value,
-        _schedule(staged.config, query.shape[2], key.shape[2], group_ranks(module.spg)),
-        module.spg,
-        FunctionKernel(local, "local attention"),
+        *((t.transpose(0, 1) if sequence_first else t) for t in (query, key, value)),
+        Staging(
+            _schedule(staged.config, query.shape[2], key.shape[2], group_ranks(module.spg)),
+            module.spg,
+            FunctionKernel(local, "local attention"),
+            mode=staged.config.mode,
+        ),
         _WITH_HEADS,
-        sequence_first=module.gather_idx == 0,
-        mode=staged.config.mode,
     )
+    out = out.transpose(0, 1) if sequence_first else out
     return out.flatten(2) if local.flattens_heads else out
 
 

@@ -47,6 +47,8 @@ from upipe_integrations import (
     OutputProjection,
     Projection,
     RotateHalf,
+    Staging,
+    Weights,
     select_kernel,
     upipe_attention,
 )
@@ -83,7 +85,7 @@ class UPipeSelfAttention(SelfAttention):
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         self.schedule = upipe.config.schedule(heads=heads, kv_heads=groups, ranks=group.size())
         self._gated = bool(self.config.attention_output_gate)
-        if self._gated and upipe.config.mode.fuses_output:
+        if self._gated and upipe.config.mode.output_in_loop:
             raise ValueError(
                 f"--attention-output-gate with --upipe-memory {upipe.config.memory}: the gate is between attention and "
                 "the output projection, which this mode runs as one. Set --upipe-memory recompute."
@@ -129,9 +131,9 @@ class UPipeSelfAttention(SelfAttention):
             x.device, x.dtype, self.hidden_size_per_attention_head, spec=spec, sinks=sinks is not None
         )
         output = None
-        if mode.fuses_output:
+        if mode.output_in_loop:
             checked_linear(projection, "linear_proj")
-        if mode.fuses_output or (mode.takes_output and not self._gated and is_bare(projection)):
+        if mode.output_in_loop or (mode.keeps_output and not self._gated and is_bare(projection)):
             run_pre_hooks(projection)
             output = OutputProjection(
                 with_gradient_in_main_grad(projection), None, accumulate_into=main_grad_of(projection)
@@ -139,15 +141,17 @@ class UPipeSelfAttention(SelfAttention):
         result = upipe_attention(
             x,
             self._projections(x, self._tables(rotary, packing, x.dtype)),
-            self.schedule,
-            self._group,
-            select_kernel(self.upipe.config.kernel, request),
+            Staging(
+                self.schedule,
+                self._group,
+                select_kernel(self.upipe.config.kernel, request),
+                layout=packing.layout,
+                mode=mode,
+                x_group=split,
+            ),
             spec,
-            layout=packing.layout,
             sinks=sinks,
             output=output,
-            mode=mode,
-            x_group=split,
         ).transpose(0, 1)
         if output is None:
             attended: tuple[Tensor, Tensor | None] = projection(self._gate(result, x, split))
@@ -201,7 +205,9 @@ class UPipeSelfAttention(SelfAttention):
         def heads(places: tuple[int, ...], norm: nn.Module | None, rotary: RotateHalf | None) -> Projection:
             plain = norm is None or isinstance(norm, IdentityOp)
             function = None if plain else HeadFunction.of_module(norm)
-            return Projection(weight, D, bias, function, rotary, places, into)
+            return Projection(
+                Weights(weight, bias, accumulate_into=into), D, function=function, rotary=rotary, places=places
+            )
 
         return AttentionProjections(
             heads(self._places.q, self.q_layernorm, rotary[0]),

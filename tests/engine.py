@@ -17,6 +17,8 @@ from upipe_integrations import (
     Projection,
     RotateHalf,
     Schedule,
+    Staging,
+    Weights,
     upipe_attention,
     upipe_attention_qkv,
 )
@@ -36,7 +38,9 @@ def projections_of(layer: Layer, leaves: dict[str, torch.Tensor], rows) -> Atten
 
     def projection(name: str, head_dim: int, gain: str | None, rotary: RotateHalf | None) -> Projection:
         function = HeadFunction(per_head_norm, (leaves[gain],)) if gain in leaves else None
-        return Projection(leaves[f"w{name}"], head_dim, leaves.get(f"b{name}"), function, rotary)
+        return Projection(
+            Weights(leaves[f"w{name}"], leaves.get(f"b{name}")), head_dim, function=function, rotary=rotary
+        )
 
     return AttentionProjections(
         projection("q", layer.head_dim, "q_gain", rotary),
@@ -64,7 +68,7 @@ def run_sharded(
     """Output and gradients as :func:`tests.reference.reference` gives them: full sequence, summed over ranks.
 
     `partial` runs the form for given heads: "batch" or "sequence" first. `outside`: the output projection is not part
-    of the call though the mode takes it.
+    of the call.
     """
     C = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
@@ -79,30 +83,26 @@ def run_sharded(
     projections = projections_of(layer, leaves, rows)
     spec, sinks = spec_of(layer, dropout), leaves.get("sinks")
     if partial is None:
-        given = "wo" in leaves and (mode or Mode()).takes_output and not outside
+        given = "wo" in leaves and not outside
         out = upipe_attention(
             leaves["x"],
             projections,
-            schedule,
-            group,
-            chosen,
+            Staging(schedule, group, chosen, layout=layout, mode=mode),
             spec,
-            layout=layout,
             sinks=sinks,
             output=OutputProjection(leaves["wo"], leaves.get("bo")) if given else None,
-            mode=mode,
         )
         if "wo" in leaves and not given:
             out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
     else:
         first = partial == "sequence"
         q, k, v = (_projected(p, leaves["x"]) for p in (projections.q, projections.k, projections.v))
-        if first:
-            q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
+        if first:  # as sequence-first code has them: views of contiguous `[L, B, N, D]`
+            q, k, v = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v))
         out = upipe_attention_qkv(
-            q, k, v, schedule, group, chosen, spec, layout=layout, sinks=sinks, sequence_first=first, mode=mode
+            q, k, v, Staging(schedule, group, chosen, layout=layout, mode=mode), spec, sinks=sinks
         )
-        out = (out.transpose(0, 1) if first else out).flatten(2)
+        out = out.flatten(2)
     out.backward(layer.dout[:, rows])
     results = {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items()}}
     for name, t in results.items():
@@ -115,7 +115,9 @@ def run_sharded(
 
 def _projected(projection: Projection, x: torch.Tensor) -> torch.Tensor:
     """All heads `[B, L, N, D]`, by autograd: what a caller of the partial form has."""
-    heads = torch.nn.functional.linear(x, projection.weight, projection.bias).unflatten(2, (-1, projection.head_dim))
+    heads = torch.nn.functional.linear(x, projection.weights.weight, projection.weights.bias).unflatten(
+        2, (-1, projection.head_dim)
+    )
     if projection.function is not None:
         heads = projection.function.function(heads, *projection.function.tensors)
     if projection.rotary is not None:

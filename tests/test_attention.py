@@ -9,7 +9,15 @@ import torch.distributed as dist
 from tests.engine import per_head_norm, projections_of, relative_errors, run_sharded
 from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
-from upipe_integrations import AttentionSpec, HeadFunction, Projection, Schedule, UPipeConfig, upipe_attention
+from upipe_integrations import (
+    HeadFunction,
+    Projection,
+    Schedule,
+    Staging,
+    UPipeConfig,
+    Weights,
+    upipe_attention,
+)
 from upipe_integrations.kernels import KERNELS
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (16, 4), (32, 8)]
@@ -87,7 +95,7 @@ def _checkpointed(use_reentrant: bool) -> float:
 
         def run(x, leaves=leaves):
             projections = projections_of(layer, leaves, rows)
-            out = upipe_attention(x, projections, schedule, dist.group.WORLD, KERNELS["math"])
+            out = upipe_attention(x, projections, Staging(schedule, dist.group.WORLD, KERNELS["math"]))
             return out.sin()
 
         if checkpoint:
@@ -113,7 +121,9 @@ def _several_forwards_before_a_backward() -> float:
         leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
         projections = projections_of(layer, leaves, rows)
         x = leaves["x"][:, rows]
-        outs.append((layer, leaves, upipe_attention(x, projections, schedule, dist.group.WORLD, KERNELS["math"])))
+        outs.append(
+            (layer, leaves, upipe_attention(x, projections, Staging(schedule, dist.group.WORLD, KERNELS["math"])))
+        )
     for layer, leaves, out in reversed(outs):
         out.backward(layer.dout[:, rows])
         for t in leaves.values():
@@ -134,7 +144,7 @@ def _frozen_weights_get_no_gradient() -> bool:
     x = leaves["x"][:, rows].clone().requires_grad_()
     leaves["wv"].requires_grad_()
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=dist.get_world_size(), chunk_heads=4)
-    out = upipe_attention(x, projections_of(layer, leaves, rows), schedule, dist.group.WORLD, KERNELS["math"])
+    out = upipe_attention(x, projections_of(layer, leaves, rows), Staging(schedule, dist.group.WORLD, KERNELS["math"]))
     out.backward(layer.dout[:, rows])
     dist.all_reduce(leaves["wv"].grad)
     right = torch.allclose(leaves["wv"].grad, reference(layer)["dwv"], rtol=1e-10)
@@ -173,10 +183,12 @@ def test_a_function_of_heads_may_rotate_too():
     built_in = projections_of(layer, leaves, slice(None))
     function = HeadFunction(rotate, (layer.cos, layer.sin))
     own = type(built_in)(
-        Projection(leaves["wq"], 8, function=function), Projection(leaves["wk"], 8, function=function), built_in.v
+        Projection(Weights(leaves["wq"]), 8, function=function),
+        Projection(Weights(leaves["wk"]), 8, function=function),
+        built_in.v,
     )
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
-    upipe_attention(leaves["x"], own, schedule, None, KERNELS["math"]).backward(layer.dout)
+    upipe_attention(leaves["x"], own, Staging(schedule, None, KERNELS["math"])).backward(layer.dout)
     wanted = reference(layer)
     for name, t in leaves.items():
         torch.testing.assert_close(t.grad, wanted[f"d{name}"], rtol=1e-10, atol=1e-12)
@@ -207,7 +219,7 @@ def test_autocast_computes_in_its_dtype_and_returns_full_precision_gradients():
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
     with torch.autocast("cpu", torch.bfloat16):
         out = upipe_attention(
-            leaves["x"], projections_of(layer, leaves, slice(None)), schedule, None, KERNELS["torch-cpu-flash"]
+            leaves["x"], projections_of(layer, leaves, slice(None)), Staging(schedule, None, KERNELS["torch-cpu-flash"])
         )
     assert out.dtype == torch.bfloat16
     out.backward(layer.dout.bfloat16())
@@ -248,7 +260,9 @@ def test_double_backward_is_refused():
     layer = make_layer(8, 4)
     leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
-    out = upipe_attention(leaves["x"], projections_of(layer, leaves, slice(None)), schedule, None, KERNELS["math"])
+    out = upipe_attention(
+        leaves["x"], projections_of(layer, leaves, slice(None)), Staging(schedule, None, KERNELS["math"])
+    )
     (dx,) = torch.autograd.grad(out.square().sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
@@ -266,14 +280,11 @@ def test_double_backward_is_refused():
 )
 def test_what_does_not_fit_is_refused(change, message):
     layer = make_layer(8, 4)
-    arguments = {
-        "x": layer.x,
-        "projections": projections_of(layer, layer.leaves(), slice(None)),
-        "schedule": Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2),
-    }
+    arguments = {"x": layer.x, "schedule": Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)}
     change(arguments)
+    projections = projections_of(layer, layer.leaves(), slice(None))
     with pytest.raises(ValueError, match=message):
-        upipe_attention(**arguments, group=None, kernel=KERNELS["math"], spec=AttentionSpec())
+        upipe_attention(arguments["x"], projections, Staging(arguments["schedule"], None, KERNELS["math"]))
 
 
 def test_per_head_norm_is_what_the_reference_does():

@@ -65,7 +65,7 @@ def test_it_compares_times_and_writes(tmp_path):
 
 def _traced() -> list[float]:
     layer = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
-    mode, tokens = Mode("fused", operator=True), 1 << 20
+    mode, tokens = Mode.named("fused", operator=True), 1 << 20
     contenders = (Ulysses(), UPipe(8, mode))
     import torch
 
@@ -74,7 +74,7 @@ def _traced() -> list[float]:
     unit = tokens * 128 * 2
     with fake_ranks(8):
         schedule = Schedule.build(heads=32, kv_heads=8, ranks=8, chunk_heads=8)
-        fused = measured_upipe_peak(layer, schedule, Mode("fused"), tokens)
+        fused = measured_upipe_peak(layer, schedule, Mode.named("fused"), tokens)
     closed = ulysses_peak(layer, 8)
     return [
         found["ulysses", "forward"] / unit / closed.forward,
@@ -232,7 +232,7 @@ def test_a_model_and_every_word():
     words += ["--dtype", "bfloat16", "--warmup", "0", "--repeats", "7", "--checkpoint", "yes", "--chunk-heads", "8,16"]
     job = _job("llama3-8b", "--ranks", "4", "--tokens", "4K,1M", *words)
     assert job.shape == LayerShape(32, 8, 128, 4096) and job.tokens == (4096, 1 << 20) and job.ranks == 4
-    mode = Mode("blocks", 2, "float32", True, operator=True)
+    mode = Mode.named("blocks", 2, "float32", True, operator=True)
     assert job.contenders[1:] == (UPipe(8, mode), UPipe(16, mode))
     assert job.contenders[1].name == "upipe U=8 blocks 2 float32 overlap"
     assert (job.repeats, job.warmup, job.kernel, str(job.dtype)) == (7, 0, "math", "torch.bfloat16")

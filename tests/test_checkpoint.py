@@ -14,7 +14,7 @@ from tests.engine import PRODUCTS_IN_PLACE, projections_of, relative_errors, run
 from tests.ranks import run_ranks
 from tests.reference import make_layer, reference
 from tests.ulysses import AllToAll, Attend
-from upipe_integrations import Mode, OutputProjection, Schedule, upipe_attention
+from upipe_integrations import Mode, OutputProjection, Schedule, Staging, upipe_attention
 from upipe_integrations.engine.checkpoint import context_fn
 from upipe_integrations.kernels import KERNELS, MathKernel
 from upipe_integrations.mode import MEMORY
@@ -38,7 +38,7 @@ def _operator_errors() -> dict[str, float]:
     worst = {}
     for memory in MEMORY:
         layer = make_layer(8, 2, seq=24, batch=2, bias=True, norm=True, sinks=True, output=True)
-        mode = Mode(memory, query_blocks=2, operator=True)
+        mode = Mode.named(memory, query_blocks=2, operator=True)
         got = run_sharded(layer, 2, dist.group.WORLD, mode=mode)
         worst[memory] = max(relative_errors(got, reference(layer)).values())
     plain = make_layer(8, 2, seq=24, rotary=False)
@@ -57,7 +57,7 @@ def _ulysses(x, layer, leaves, rows):
     D, projections = layer.head_dim, projections_of(layer, leaves, rows)
 
     def heads(p):
-        t = torch.nn.functional.linear(x, p.weight, p.bias).unflatten(2, (-1, D))
+        t = torch.nn.functional.linear(x, p.weights.weight, p.weights.bias).unflatten(2, (-1, D))
         if p.rotary is not None:
             cos, sin = p.rotary.cos[:, :, None], p.rotary.sin[:, :, None]
             t = t * cos + torch.cat((-t[..., D // 2 :], t[..., : D // 2]), -1) * sin
@@ -94,10 +94,12 @@ def _layer_by(memory: str | None, checkpointed: bool, selective: bool) -> dict[s
         h = torch.nn.functional.layer_norm(x, x.shape[-1:])
         if memory is None:
             return _ulysses(h, layer, leaves, rows).sin()
-        mode = Mode(memory, operator=selective)
+        mode = Mode.named(memory, operator=selective)
         projections = projections_of(layer, leaves, rows)
         output = OutputProjection(leaves["wo"])
-        return upipe_attention(h, projections, schedule, dist.group.WORLD, layer.kernel, output=output, mode=mode).sin()
+        return upipe_attention(
+            h, projections, Staging(schedule, dist.group.WORLD, layer.kernel, mode=mode), output=output
+        ).sin()
 
     sent = 0
     original = dist.all_to_all_single
@@ -164,14 +166,14 @@ def test_what_each_method_runs_and_sends():
 @pytest.mark.parametrize("memory", MEMORY)
 def test_what_selective_checkpointing_keeps(memory):
     """What was attended and lse, and received heads; or y, where neither is kept; not y as well."""
-    layer, mode = make_layer(8, 4, seq=64, output=True), Mode(memory, query_blocks=2, operator=True)
+    layer, mode = make_layer(8, 4, seq=64, output=True), Mode.named(memory, query_blocks=2, operator=True)
     leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
-    output = OutputProjection(leaves["wo"]) if mode.takes_output else None
+    output = OutputProjection(leaves["wo"])
 
     def run(x):
         projections = projections_of(layer, leaves, slice(None))
-        return upipe_attention(x, projections, schedule, None, KERNELS["math"], output=output, mode=mode).sin()
+        return upipe_attention(x, projections, Staging(schedule, None, KERNELS["math"], mode=mode), output=output).sin()
 
     with LiveMemory() as live:
         for _ in range(2):  # the inputs count from the first time
@@ -190,7 +192,7 @@ def test_the_operator_refuses_double_backward():
     leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
     projections = projections_of(layer, leaves, slice(None))
-    out = upipe_attention(leaves["x"], projections, schedule, None, MathKernel(), mode=Mode(operator=True))
+    out = upipe_attention(leaves["x"], projections, Staging(schedule, None, MathKernel(), mode=Mode(operator=True)))
     (dx,) = torch.autograd.grad(out.square().sum(), leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
@@ -199,11 +201,11 @@ def test_the_operator_refuses_double_backward():
 def test_calls_are_forgotten_with_their_last_use():
     import gc
 
-    from upipe_integrations.engine.operators import _PREPARED
+    from upipe_integrations.engine.operators import _NUMBERED
 
     layer = make_layer(8, 4)
     gc.collect()
-    before = len(_PREPARED)  # of compiled code
+    before = len(_NUMBERED)  # of compiled code
     run_sharded(layer, 2, None, mode=Mode(operator=True))
     gc.collect()
-    assert len(_PREPARED) == before
+    assert len(_NUMBERED) == before

@@ -30,6 +30,8 @@ from upipe_integrations import (
     Projection,
     RotateHalf,
     Schedule,
+    Staging,
+    Weights,
     upipe_attention,
     upipe_attention_qkv,
 )
@@ -38,12 +40,12 @@ from upipe_integrations.kernels import KERNELS, MathKernel
 
 MODES = {
     "keep": Mode(),
-    "keep_heads": Mode("keep_heads"),
-    "recompute": Mode("recompute"),
-    "fused": Mode("fused"),
-    "blocks": Mode("blocks", query_blocks=2),
+    "keep_heads": Mode.named("keep_heads"),
+    "recompute": Mode.named("recompute"),
+    "fused": Mode.named("fused"),
+    "blocks": Mode.named("blocks", query_blocks=2),
     "keep, overlap": Mode(overlap=True),
-    "fused, operator": Mode("fused", operator=True),
+    "fused, operator": Mode.named("fused", operator=True),
 }
 FEATURES = {
     "plain": {"rotary": False},
@@ -79,20 +81,16 @@ def layer_function(layer, mode=None, group=None, *, kernel=KERNELS["math"], rows
     """A function of leaves, with a norm before attention; all but schedule and kernel is made while it is traced."""
     C = 1 if group is None else dist.get_world_size(group)
     schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=C, chunk_heads=2 * C)
-    given = (mode or Mode()).takes_output and "wo" in layer.leaves()
+    given = "wo" in layer.leaves()
 
     def run(leaves):
         return upipe_attention(
             torch.nn.functional.layer_norm(leaves["x"], leaves["x"].shape[-1:]),
             projections_of(layer, leaves, rows),
-            schedule,
-            group,
-            kernel,
+            Staging(schedule, group, kernel, layout=layout, mode=mode),
             spec_of(layer),
-            layout=layout,
             sinks=leaves.get("sinks"),
             output=OutputProjection(leaves["wo"], leaves.get("bo")) if given else None,
-            mode=mode,
         )
 
     return run
@@ -102,14 +100,17 @@ def layer_function(layer, mode=None, group=None, *, kernel=KERNELS["math"], rows
 def test_a_low_rank_term_is_in_the_graph(memory):
     layer = make_layer(4, 2, output=True)
     schedule = Schedule.build(heads=4, kv_heads=2, ranks=1, chunk_heads=2)
-    mode = Mode(memory)
+    mode = Mode.named(memory)
 
     def run(leaves):
         given = projections_of(layer, leaves, slice(None))
         low = LowRank(0.5 * leaves["x"] @ leaves["a"].T, leaves["b"])
-        projections = dataclasses.replace(given, v=dataclasses.replace(given.v, low_rank=low))
+        weights = dataclasses.replace(given.v.weights, low_rank=low)
+        projections = dataclasses.replace(given, v=dataclasses.replace(given.v, weights=weights))
         output = OutputProjection(leaves["wo"])
-        return upipe_attention(leaves["x"], projections, schedule, None, KERNELS["math"], output=output, mode=mode)
+        return upipe_attention(
+            leaves["x"], projections, Staging(schedule, None, KERNELS["math"], mode=mode), output=output
+        )
 
     adapter = {"a": torch.randn(3, 24, dtype=torch.float64), "b": torch.randn(16, 3, dtype=torch.float64)}
     errors = graph_errors(run, {**layer.leaves(), **adapter})
@@ -150,7 +151,9 @@ def _groups_used() -> list[bool]:
     rows = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
 
     def run(leaves, group):
-        return upipe_attention(leaves["x"], projections_of(layer, leaves, rows), schedule, group, KERNELS["math"])
+        return upipe_attention(
+            leaves["x"], projections_of(layer, leaves, rows), Staging(schedule, group, KERNELS["math"])
+        )
 
     used = []
     original = dist.all_to_all_single
@@ -200,16 +203,18 @@ def test_what_is_made_while_tracing_and_numbers_that_change():
         function = HeadFunction(_Norm(eps))
         rotary = RotateHalf(layer.cos, layer.sin)
         projections = AttentionProjections(
-            Projection(leaves["wq"], 8, function=function, rotary=rotary),
-            Projection(leaves["wk"], 8, rotary=rotary),
-            Projection(leaves["wv"], 8),
+            Projection(Weights(leaves["wq"]), 8, function=function, rotary=rotary),
+            Projection(Weights(leaves["wk"]), 8, rotary=rotary),
+            Projection(Weights(leaves["wv"]), 8),
         )
         return upipe_attention(
             leaves["x"],
             projections,
-            Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2),
-            None,
-            MathKernel() if window else FunctionKernel(attend),
+            Staging(
+                Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2),
+                None,
+                MathKernel() if window else FunctionKernel(attend),
+            ),
             AttentionSpec(scale=scale, window=window, documents=None if window else ((0, 24),)),
         )
 
@@ -229,10 +234,10 @@ def test_the_form_for_given_heads_compiles():
 
     def run(leaves):
         q, k, v = (
-            torch.nn.functional.linear(leaves["x"], leaves[w]).unflatten(2, (-1, 8)).transpose(0, 1)
+            torch.nn.functional.linear(leaves["x"], leaves[w]).unflatten(2, (-1, 8)).contiguous()
             for w in ("wq", "wk", "wv")
         )
-        return upipe_attention_qkv(q, k, v, schedule, None, KERNELS["math"], sequence_first=True)
+        return upipe_attention_qkv(q, k, v, Staging(schedule, None, KERNELS["math"]))
 
     assert max(graph_errors(run, layer.leaves()).values()) < 1e-12
 
@@ -266,7 +271,7 @@ def test_checkpointed_layers_compile_and_keep_attention(memory, keeps):
             return super().forward(*args)
 
     layer = make_layer(8, 4, output=True)
-    run = layer_function(layer, Mode(memory, operator=True), kernel=Counting())
+    run = layer_function(layer, Mode.named(memory, operator=True), kernel=Counting())
     options = {"context_fn": context_fn} if keeps else {}
 
     def then_sine(leaves):  # needs the result again
@@ -296,7 +301,7 @@ def test_checkpointed_layers_compile_and_keep_attention(memory, keeps):
 @pytest.mark.parametrize("mode", ["keep_heads", "fused"])
 def test_inductor_finds_the_sizes_and_strides_it_was_told(mode):
     layer = make_layer(8, 4, seq=24, batch=2, output=True, norm=True)
-    inner = layer_function(layer, Mode(mode), kernel=KERNELS["torch-cpu-flash"])
+    inner = layer_function(layer, Mode.named(mode), kernel=KERNELS["torch-cpu-flash"])
 
     def run(leaves):  # rows first in memory, as Megatron has them
         return inner({**leaves, "x": leaves["x"].transpose(0, 1).sin().contiguous().transpose(0, 1)})

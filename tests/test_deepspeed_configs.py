@@ -120,7 +120,9 @@ def _gib(name: str, tokens: int, offloaded: bool, m: dict[str, int]) -> dict[str
     layer_parameters = (2 * H + 2 * K) * D * E + 3 * E * F
     parameters = m["layers"] * layer_parameters + 2 * V * E  # without norms
     schedule = Schedule.build(heads=H, kv_heads=K, ranks=C, chunk_heads=config["upipe"]["chunk_heads"])
-    attention = upipe_peak(LayerShape(H, K, D, E), schedule, Mode(config["upipe"]["memory"])).gib(tokens, D).training
+    attention = (
+        upipe_peak(LayerShape(H, K, D, E), schedule, Mode.named(config["upipe"]["memory"])).gib(tokens, D).training
+    )
     inputs = m["layers"] * row
     without_output = config["upipe"]["memory"] != "keep"
     gib = 2**30

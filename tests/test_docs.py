@@ -288,7 +288,7 @@ def test_the_figures_are_what_the_script_draws(tmp_path):
         bars = [file.read_text().count("<path d=") for file in (folder / name, committed)]
         assert bars[0] == bars[1] > 50
         assert _texts(folder / name) == _texts(committed), "run UPIPE_WRITE_DOCS=1 pytest tests/test_docs.py"
-    forms = [ulysses_peak(_LLAMA, 8), *(upipe_peak(_LLAMA, _SCHEDULE, Mode(memory)) for memory in MEMORY)]
+    forms = [ulysses_peak(_LLAMA, 8), *(upipe_peak(_LLAMA, _SCHEDULE, Mode.named(memory)) for memory in MEMORY)]
     drawn = [text for text in _texts(folder / "memory.svg") if text.endswith(" GiB")]
     assert drawn == [f"{form.gib(1 << 20, 128).training:.2f} GiB" for form in forms]
     assert [t for t in _texts(folder / "stages.svg") if t.startswith("stage ")] == [f"stage {n}" for n in range(1, 5)]
@@ -314,7 +314,7 @@ def test_the_numbers_are_those_of_the_results():
     for memory in MEMORY:
         if memory in measured:  # a new mode is there once `python benchmarks/report.py --run memory` has been run again
             # The forms leave out weight gradients, 0.31 at this length, and FlashAttention's row sums.
-            assert 0 <= measured[memory] - upipe_peak(_LLAMA, _SCHEDULE, Mode(memory)).training < 0.8
+            assert 0 <= measured[memory] - upipe_peak(_LLAMA, _SCHEDULE, Mode.named(memory)).training < 0.8
     assert len(measured) >= 5 and 0 <= measured["Ulysses"] - ulysses_peak(_LLAMA, 8).training < 0.8
 
 

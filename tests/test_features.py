@@ -19,6 +19,7 @@ from upipe_integrations import (
     Layout,
     Mode,
     Schedule,
+    Staging,
     UPipeConfig,
     upipe_attention,
 )
@@ -114,7 +115,9 @@ def _errors_of_partial() -> dict[tuple, float]:
     ):
         layer = _layer(names, H, K)
         wanted = reference(layer)
-        for layout, mode in itertools.product((Layout.contiguous(), Layout.zigzag()), (Mode(), Mode("keep_heads"))):
+        for layout, mode in itertools.product(
+            (Layout.contiguous(), Layout.zigzag()), (Mode(), Mode.named("keep_heads"))
+        ):
             got = run_sharded(layer, C, dist.group.WORLD, "math", layout=layout, partial=form, mode=mode)
             worst[H, K, form, names, layout, mode] = max(relative_errors(got, wanted).values())
     return worst
@@ -143,7 +146,7 @@ def test_given_heads_that_do_not_fit_are_refused(change, message):
     change(tensors)
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
     with pytest.raises(ValueError, match=message):
-        upipe_attention_qkv(**tensors, schedule=schedule, group=None, kernel=KERNELS["math"])
+        upipe_attention_qkv(**tensors, staging=Staging(schedule, None, KERNELS["math"]))
 
 
 # ---------------------------------------------------------------- layouts
@@ -355,7 +358,11 @@ def test_a_kernel_that_can_not_do_it_is_refused_before_any_exchange(kernel, opti
     projections = projections_of(layer, layer.leaves(), slice(None))
     with pytest.raises(ValueError, match=message):
         upipe_attention(
-            layer.x, projections, schedule, None, kernel, AttentionSpec(**options), sinks=layer.leaves().get("sinks")
+            layer.x,
+            projections,
+            Staging(schedule, None, kernel),
+            AttentionSpec(**options),
+            sinks=layer.leaves().get("sinks"),
         )
 
 
@@ -386,7 +393,7 @@ def test_documents_that_do_not_fit_are_refused(documents, message):
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
     projections = projections_of(layer, layer.leaves(), slice(None))
     with pytest.raises(ValueError, match=message):
-        upipe_attention(layer.x, projections, schedule, None, KERNELS["math"], spec_of(layer))
+        upipe_attention(layer.x, projections, Staging(schedule, None, KERNELS["math"]), spec_of(layer))
 
 
 def test_auto_finds_a_kernel_for_every_feature():

@@ -96,7 +96,7 @@ def _gib(args: dict[str, Any], config: Any, length: int) -> dict[str, float]:
     rows, gathered = length / (C * T), length / C if T > 1 else 0
     parameters = layers * ((2 * H + 2 * K) * D * E + 3 * E * F) + 2 * V * E  # without norms
     schedule = Schedule.build(heads=H // T, kv_heads=K // T, ranks=C, chunk_heads=config.chunk_heads)
-    attention = upipe_peak(LayerShape(H // T, K // T, D, E), schedule, Mode(config.memory))
+    attention = upipe_peak(LayerShape(H // T, K // T, D, E), schedule, Mode.named(config.memory))
     gib = 2**30
     sizes = {
         FIXED: parameters / T * 6 / gib,

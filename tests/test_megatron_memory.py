@@ -106,7 +106,7 @@ def test_peaks_are_the_closed_forms(tensor_ranks):
         form = upipe_peak(layer, config.schedule(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS), config.mode)
         h, chi = layer.heads / RANKS, layer.hidden_size / (RANKS * layer.head_dim)
         # Megatron's output projection, where UPipe leaves it to Megatron, makes y beside the attention output.
-        form_forward = form.forward if config.mode.takes_output else max(form.forward, h + chi)
+        form_forward = form.forward if config.mode.memory != "recompute" else max(form.forward, h + chi)
         gathered = 0.0 if tensor_ranks == 1 else chi  # x with all of this rank's rows
         given = 0.0 if tensor_ranks == 1 else chi / tensor_ranks  # the part of dy that came in
         weights = 2 * layer.hidden_size * (2 * h + 2 * layer.kv_heads / RANKS) * RANKS * layer.head_dim

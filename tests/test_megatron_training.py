@@ -114,7 +114,7 @@ def _fuse_gradients(chunks: list[Any]) -> None:
         for module in chunk.modules():
             if isinstance(module, UPipeSelfAttention):
                 module.linear_qkv.gradient_accumulation_fusion = True
-                if module.upipe.config.mode.takes_output and not module._gated:
+                if module.upipe.config.memory != "recompute" and not module._gated:
                     module.linear_proj.gradient_accumulation_fusion = True
 
 

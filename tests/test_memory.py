@@ -19,6 +19,8 @@ from upipe_integrations import (
     Projection,
     RotateHalf,
     Schedule,
+    Staging,
+    Weights,
     upipe_attention,
     upipe_attention_qkv,
 )
@@ -34,19 +36,19 @@ from upipe_integrations.planning.measure import (
 RANKS = 8
 TOKENS = 1 << 20
 MODES = {
-    "keep_heads": Mode("keep_heads"),
+    "keep_heads": Mode.named("keep_heads"),
     "keep": Mode(),
-    "keep_heads, outside": Mode("keep_heads"),  # the output projection is the caller's
+    "keep_heads, outside": Mode.named("keep_heads"),  # the output projection is the caller's
     "keep, outside": Mode(),
-    "recompute": Mode("recompute"),
-    "fused": Mode("fused"),
+    "recompute": Mode.named("recompute"),
+    "fused": Mode.named("fused"),
     "keep, exact sums": Mode(accumulate="float32"),
-    "fused, exact sums": Mode("fused", accumulate="float32"),
-    "blocks": Mode("blocks", query_blocks=4),
-    "keep_heads, overlap": Mode("keep_heads", overlap=True),
+    "fused, exact sums": Mode.named("fused", accumulate="float32"),
+    "blocks": Mode.named("blocks", query_blocks=4),
+    "keep_heads, overlap": Mode.named("keep_heads", overlap=True),
     "keep, overlap": Mode(overlap=True),
-    "fused, overlap": Mode("fused", overlap=True),
-    "blocks, overlap": Mode("blocks", overlap=True),
+    "fused, overlap": Mode.named("fused", overlap=True),
+    "blocks, overlap": Mode.named("blocks", overlap=True),
 }
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 QWEN3_32B = LayerShape(heads=64, kv_heads=8, head_dim=128, hidden_size=5120)
@@ -103,7 +105,7 @@ def _measured_given(layer: LayerShape, chunk_heads: int) -> PeakUnits:
         )
         before = live.current
         live.reset_peak()
-        out = upipe_attention_qkv(q, k, v, schedule, dist.group.WORLD, FlashWorkspace())
+        out = upipe_attention_qkv(q, k, v, Staging(schedule, dist.group.WORLD, FlashWorkspace()))
         forward = live.peak - before
         live.reset_peak()
         out.backward(torch.empty_like(out))
@@ -153,7 +155,7 @@ def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
             schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
             peaks[f"{name} upipe {U} {mode_name}"] = _upipe_peaks(layer, schedule, mode_name)
     for U, (mode_name, mode) in itertools.product((16, 24), MODES.items()):
-        if mode.keeps_heads or mode.blocks > 1:
+        if mode.keeps_heads or mode.query_blocks > 1:
             schedule = Schedule.build(heads=28, kv_heads=4, ranks=RANKS, chunk_heads=U)
             peaks[f"7b upipe {U} {mode_name}"] = _upipe_peaks(QWEN25_7B, schedule, mode_name)
     return peaks
@@ -230,12 +232,12 @@ def _peak_with_low_rank(rank: int) -> float:
             low = LowRank(
                 *(torch.empty(*size, rank, dtype=x.dtype).requires_grad_() for size in (x.shape[:2], weight.shape[:1]))
             )
-            return Projection(weight, 128, rotary=rotary, low_rank=low if rank else None)
+            return Projection(Weights(weight, low_rank=low if rank else None), 128, rotary=rotary)
 
         rotary = RotateHalf(cos, sin)
         projections = AttentionProjections(projection(wq, rotary), projection(wk, rotary), projection(wv, None))
         group, kernel = dist.group.WORLD, FlashWorkspace()
-        return upipe_attention(x, projections, schedule, group, kernel, output=OutputProjection(wo), mode=mode)
+        return upipe_attention(x, projections, Staging(schedule, group, kernel, mode=mode), output=OutputProjection(wo))
 
     return measured_peak(LLAMA3_8B, TOKENS, attention, projects=True).training
 

@@ -22,21 +22,23 @@ from upipe_integrations import (
     OutputProjection,
     Projection,
     Schedule,
+    Staging,
+    Weights,
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS, MathKernel
 
 MODES = {
-    "keep_heads": Mode("keep_heads"),
-    "keep": Mode("keep"),
-    "recompute": Mode("recompute"),
-    "fused": Mode("fused"),
-    "fused, exact sums": Mode("fused", accumulate="float32"),
-    "blocks": Mode("blocks", query_blocks=2),
+    "keep_heads": Mode.named("keep_heads"),
+    "keep": Mode.named("keep"),
+    "recompute": Mode.named("recompute"),
+    "fused": Mode.named("fused"),
+    "fused, exact sums": Mode.named("fused", accumulate="float32"),
+    "blocks": Mode.named("blocks", query_blocks=2),
     "keep, overlap": Mode(overlap=True),
-    "keep_heads, overlap": Mode("keep_heads", overlap=True),
-    "blocks, overlap": Mode("blocks", query_blocks=2, overlap=True),
-    "fused, overlap": Mode("fused", overlap=True),
+    "keep_heads, overlap": Mode.named("keep_heads", overlap=True),
+    "blocks, overlap": Mode.named("blocks", query_blocks=2, overlap=True),
+    "fused, overlap": Mode.named("fused", overlap=True),
 }
 NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
@@ -70,7 +72,7 @@ def test_every_mode_with_every_feature(ranks, kernel):
 def test_dropout_is_the_same_when_attention_is_run_again(mode):
     layer = make_layer(8, 4, seq=24, output=True)
     wanted = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5))
-    got = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5), mode=Mode(mode))
+    got = run_sharded(layer, 2, None, dropout=Dropout(0.3, seed=5), mode=Mode.named(mode))
     assert max(relative_errors(got, wanted).values()) < 1e-12
 
 
@@ -93,12 +95,9 @@ def _checkpointed(mode: str, use_reentrant: bool) -> float:
                 return upipe_attention(
                     x,
                     projections_of(layer, leaves, rows),
-                    schedule,
-                    dist.group.WORLD,
-                    KERNELS["math"],
+                    Staging(schedule, dist.group.WORLD, KERNELS["math"], mode=Mode.named(mode)),
                     sinks=leaves["sinks"],
                     output=output,
-                    mode=Mode(mode),
                 ).sin()
 
             if checkpoint:
@@ -163,7 +162,9 @@ def test_ranks_exchange_the_same_in_the_same_order():
 
 def test_kept_heads_are_bit_by_bit_those_that_keep_makes_again():
     layer = make_layer(8, 2, batch=2, norm=True, bias=True, dtype=torch.bfloat16)
-    kept, again = (run_sharded(layer, 2, None, "torch-cpu-flash", mode=Mode(mode)) for mode in ("keep_heads", "keep"))
+    kept, again = (
+        run_sharded(layer, 2, None, "torch-cpu-flash", mode=Mode.named(mode)) for mode in ("keep_heads", "keep")
+    )
     assert all(torch.equal(kept[name], t) for name, t in again.items())
 
 
@@ -185,9 +186,9 @@ def test_kept_heads_are_freed_stage_by_stage_unless_the_graph_is_retained():
             return super().backward(*args)
 
     for operator in (False, True):
-        mode = Mode("keep_heads", operator=operator)
+        mode = Mode.named("keep_heads", operator=operator)
         out = upipe_attention(
-            leaves["x"], projections_of(layer, leaves, slice(None)), schedule, None, Watching(), mode=mode
+            leaves["x"], projections_of(layer, leaves, slice(None)), Staging(schedule, None, Watching(), mode=mode)
         )
         for retain_graph, expected in ((True, [8, 8, 8, 8]), (False, [8, 6, 4, 2])):
             alive.clear()
@@ -208,11 +209,8 @@ def test_frozen_weights_get_no_gradient_and_send_no_output():
     out = upipe_attention(
         leaves["x"],
         projections_of(layer, leaves, slice(None)),
-        schedule,
-        None,
-        KERNELS["math"],
+        Staging(schedule, None, KERNELS["math"], mode=Mode.named("fused")),
         output=OutputProjection(leaves["wo"], leaves["bo"]),
-        mode=Mode("fused"),
     )
     out.backward(layer.dout)
     wanted = reference(layer)
@@ -231,7 +229,7 @@ def test_exact_sums_are_more_exact_in_bf16():
     errors = {}
     for chunk_heads in (1, 4):
         for accumulate in ("auto", "float32"):
-            mode = Mode("fused", accumulate=accumulate)
+            mode = Mode.named("fused", accumulate=accumulate)
             got = run_sharded(layer, chunk_heads, None, "torch-cpu-flash", mode=mode)
             errors[16 // chunk_heads, accumulate] = {
                 name: float((got[name].double() - t).norm() / t.norm()) for name, t in wanted.items()
@@ -252,7 +250,11 @@ def test_sums_over_stages_and_blocks_lose_nothing_to_one_stage_in_bf16():
     )
     wanted = reference(exact)
     errors = {}
-    for chunk_heads, mode in ((16, Mode("fused")), (1, Mode("fused")), (1, Mode("blocks", query_blocks=8))):
+    for chunk_heads, mode in (
+        (16, Mode.named("fused")),
+        (1, Mode.named("fused")),
+        (1, Mode.named("blocks", query_blocks=8)),
+    ):
         got = run_sharded(layer, chunk_heads, None, "math", mode=mode)
         errors[chunk_heads, mode.memory] = {
             name: float((got[name].double() - t).norm() / t.norm()) for name, t in wanted.items()
@@ -281,11 +283,8 @@ def test_modes_and_outputs_that_do_not_fit_are_refused(mode, output, message):
         upipe_attention(
             layer.x,
             projections,
-            schedule,
-            None,
-            KERNELS["math"],
+            Staging(schedule, None, KERNELS["math"], mode=Mode.named(mode)),
             output=OutputProjection(weight) if output else None,
-            mode=Mode(mode),
         )
 
 
@@ -296,7 +295,7 @@ def _errors_of_blocks(kernel: str) -> dict[tuple, float]:
         for heads, kv_heads, chunk_heads in ((8, 4, C), (8, 1, 2 * C), (6, 2, 6), (7, 7, C)):
             if chunk_heads % C == 0 and (24 * 3 // C) % blocks == 0:
                 layer = make_layer(heads, kv_heads, seq=72, batch=2, bias=True, norm=True, sinks=True, output=True)
-                mode = Mode("blocks", query_blocks=blocks)
+                mode = Mode.named("blocks", query_blocks=blocks)
                 got = run_sharded(layer, chunk_heads, dist.group.WORLD, kernel, layout=layout, mode=mode)
                 worst[blocks, layout.half_chunks, heads, chunk_heads] = max(
                     relative_errors(got, reference(layer)).values()
@@ -315,7 +314,7 @@ def test_any_number_of_blocks(ranks, kernel):
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_blocks_on_a_group_of_one_rank(blocks):
     layer = make_layer(8, 2, seq=24, output=True, documents=((0, 7, 24),), window=5)
-    mode = Mode("blocks", query_blocks=blocks)
+    mode = Mode.named("blocks", query_blocks=blocks)
     got = run_sharded(layer, 2, None, "torch-cpu-flash", mode=mode)
     assert max(relative_errors(got, reference(layer)).values()) < 1e-10
 
@@ -331,19 +330,16 @@ def test_rows_of_a_function_are_cut_in_blocks():
     leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves().items()}
     function = HeadFunction(rotate, (layer.cos, layer.sin), by_row=(0, 1))
     projections = AttentionProjections(
-        Projection(leaves["wq"], 8, function=function),
-        Projection(leaves["wk"], 8, function=function),
-        Projection(leaves["wv"], 8),
+        Projection(Weights(leaves["wq"]), 8, function=function),
+        Projection(Weights(leaves["wk"]), 8, function=function),
+        Projection(Weights(leaves["wv"]), 8),
     )
     schedule = Schedule.build(heads=8, kv_heads=4, ranks=1, chunk_heads=2)
     out = upipe_attention(
         leaves["x"],
         projections,
-        schedule,
-        None,
-        KERNELS["math"],
+        Staging(schedule, None, KERNELS["math"], mode=Mode.named("blocks", query_blocks=4)),
         output=OutputProjection(leaves["wo"]),
-        mode=Mode("blocks", query_blocks=4),
     )
     out.backward(layer.dout)
     wanted = reference(layer)
@@ -380,7 +376,7 @@ def test_rows_of_a_function_are_cut_in_blocks():
 )
 def test_what_blocks_can_not_do_is_refused(options, layout, kernel, message):
     options = dict(options)
-    mode = Mode("blocks", query_blocks=options.pop("blocks", 2))
+    mode = Mode.named("blocks", query_blocks=options.pop("blocks", 2))
     dropout = options.pop("dropout", None)
     layer = make_layer(8, 4, seq=24, output=True, **options)
     with pytest.raises(ValueError, match=message):
@@ -422,25 +418,27 @@ def _by_head_and_row() -> dict[str, float]:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         (out.transpose(1, 2).flatten(2) @ t["o"].t()).backward(t["dy"])
         wanted = {name: leaf.grad for name, leaf in t.items() if name != "dy"}
-        for mode in (Mode("keep_heads"), Mode("fused"), Mode("blocks", query_blocks=2)):
+        for mode in (Mode.named("keep_heads"), Mode.named("fused"), Mode.named("blocks", query_blocks=2)):
             rows = slice(rank * S // C, (rank + 1) * S // C)
             mine = leaves(rows)
             functions = {n: HeadFunction(_scaled, (mine[f"{n}h"], mine[f"{n}r"]), (1,), (0,)) for n in "qk"}
             projections = AttentionProjections(
-                Projection(mine["q"], D, None, functions["q"]),
-                Projection(mine["k"], D, None, functions["k"]),
-                Projection(mine["v"], D),
+                Projection(Weights(mine["q"]), D, function=functions["q"]),
+                Projection(Weights(mine["k"]), D, function=functions["k"]),
+                Projection(Weights(mine["v"]), D),
             )
             y = upipe_attention(
                 mine["x"],
                 projections,
-                Schedule.build(heads=heads, kv_heads=kv_heads, ranks=C, chunk_heads=chunk_heads),
-                dist.group.WORLD,
-                KERNELS["math"],
-                output=OutputProjection(mine["o"]) if mode.takes_output else None,
-                mode=mode,
+                Staging(
+                    Schedule.build(heads=heads, kv_heads=kv_heads, ranks=C, chunk_heads=chunk_heads),
+                    dist.group.WORLD,
+                    KERNELS["math"],
+                    mode=mode,
+                ),
+                output=OutputProjection(mine["o"]),
             )
-            (y if mode.takes_output else y @ mine["o"].t()).backward(mine["dy"])
+            y.backward(mine["dy"])
             for name, grad in wanted.items():
                 got = mine[name].grad
                 if name in ("x", "qr", "kr"):

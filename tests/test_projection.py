@@ -27,6 +27,8 @@ from upipe_integrations import (
     Projection,
     RotateHalf,
     Schedule,
+    Staging,
+    Weights,
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS
@@ -75,13 +77,11 @@ def run_fused(layer: Layer, chunk_heads: int, mode: Mode, layout: Layout, accumu
     projections = AttentionProjections(
         *(
             Projection(
-                leaves["w"],
+                Weights(leaves["w"], leaves["b"], accumulate_into=buffers.get("w")),
                 D,
-                leaves["b"],
-                norm.get(name),
-                rotary if name in "qk" else None,
-                places[name],
-                buffers.get("w"),
+                function=norm.get(name),
+                rotary=rotary if name in "qk" else None,
+                places=places[name],
             )
             for name in "qkv"
         )
@@ -91,23 +91,16 @@ def run_fused(layer: Layer, chunk_heads: int, mode: Mode, layout: Layout, accumu
     out = upipe_attention(
         leaves["x"],
         projections,
-        schedule,
-        dist.group.WORLD,
-        KERNELS["math"],
+        Staging(schedule, dist.group.WORLD, KERNELS["math"], layout=layout, mode=mode),
         spec_of(layer),
-        layout=layout,
-        output=output if mode.takes_output else None,
-        mode=mode,
+        output=output,
     )
-    if not mode.takes_output:
-        out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
     out.backward(layer.dout[:, rows])
     grads = {name: t.grad for name, t in leaves.items()}
     if accumulate:
-        assert grads["w"] is None and (grads["wo"] is None) == mode.takes_output
+        assert grads["w"] is None and grads["wo"] is None
         grads["w"] = buffers["w"] - 1
-        if mode.takes_output:
-            grads["wo"] = buffers["wo"] - 1
+        grads["wo"] = buffers["wo"] - 1
     for name, t in grads.items():
         if name != "x":
             dist.all_reduce(t)
@@ -125,7 +118,7 @@ def _whole(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-MODES = {name: Mode(name, query_blocks=2) for name in MEMORY}
+MODES = {name: Mode.named(name, query_blocks=2) for name in MEMORY}
 
 
 def _errors_of_fused() -> dict[tuple, float]:
@@ -155,21 +148,21 @@ def test_gradients_go_to_the_buffer_in_its_own_dtype():
     buffer = torch.zeros(6 * D, 16, dtype=torch.float32)
     places = places_of(2, 2)
     projections = AttentionProjections(
-        *(Projection(weight, D, places=places[n], accumulate_into=buffer) for n in "qkv")
+        *(Projection(Weights(weight, accumulate_into=buffer), D, places=places[n]) for n in "qkv")
     )
     schedule = Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1)
-    upipe_attention(x, projections, schedule, None, KERNELS["math"]).sum().backward()
+    upipe_attention(x, projections, Staging(schedule, None, KERNELS["math"])).sum().backward()
     assert weight.grad is None and buffer.abs().amax(1).min() > 0
 
 
 @pytest.mark.parametrize("places", [(0, 1, 1), (0, 1), (0, 1, 6), (-1, 0, 1)])
 def test_places_that_do_not_fit_are_refused(places):
     weight = torch.randn(6 * D, 16)
-    good = Projection(weight, D, places=(0, 1, 2))
+    good = Projection(Weights(weight), D, places=(0, 1, 2))
     projections = AttentionProjections(dataclasses.replace(good, places=places), good, good)
     schedule = Schedule.build(heads=3, kv_heads=3, ranks=1, chunk_heads=1)
     with pytest.raises(ValueError, match=r"q places .* must name 3 different heads of the 6"):
-        upipe_attention(torch.randn(1, 8, 16), projections, schedule, None, KERNELS["math"])
+        upipe_attention(torch.randn(1, 8, 16), projections, Staging(schedule, None, KERNELS["math"]))
 
 
 # ---------------------------------------------------------------- blocks of rows, columns of x
@@ -212,19 +205,17 @@ def run_latent(layer: Layer, chunk_heads: int, mode: Mode) -> dict[str, torch.Te
     }
     leaves = {name: t.clone().contiguous().requires_grad_() for name, t in leaves.items()}
     share = HeadFunction(_with_shared, (leaves["shared"],), by_row=(0,))
-    latent = {"weight": leaves["wkv"], "bias": leaves["bkv"], "columns": range(14, 24)}
+    latent = {"weights": Weights(leaves["wkv"], leaves["bkv"]), "columns": range(14, 24)}
     projections = AttentionProjections(
-        Projection(leaves["wq"], D, leaves["bq"], columns=range(14)),
+        Projection(Weights(leaves["wq"], leaves["bq"]), D, columns=range(14)),
         Projection(head_dim=D, function=share, block=HeadBlock(own + Dv, range(own)), **latent),
         Projection(head_dim=Dv, block=HeadBlock(own + Dv, range(own, own + Dv)), **latent),
     )
     schedule = Schedule.build(heads=layer.heads, kv_heads=K, ranks=C, chunk_heads=chunk_heads)
-    output = OutputProjection(leaves["wo"], leaves["bo"]) if mode.takes_output else None
+    output = OutputProjection(leaves["wo"], leaves["bo"])
     out = upipe_attention(
-        leaves["x"], projections, schedule, dist.group.WORLD, KERNELS["math"], output=output, mode=mode
+        leaves["x"], projections, Staging(schedule, dist.group.WORLD, KERNELS["math"], mode=mode), output=output
     )
-    if not mode.takes_output:
-        out = torch.nn.functional.linear(out, leaves["wo"], leaves["bo"])
     out.backward(layer.dout.chunk(C, 1)[rank])
     results = {}
     for name, t in (("out", out.detach()), *((f"d{name}", t.grad) for name, t in leaves.items())):
@@ -260,7 +251,7 @@ def _errors_of_latent() -> dict[tuple, float]:
         layer = latent_layer(H, K, Dv)
         wanted = in_parts(reference(layer), K, Dv)
         for mode in MODES.values():
-            if mode.blocks > 1 and Dv != D:
+            if mode.query_blocks > 1 and Dv != D:
                 continue
             for U in (C, 2 * C):
                 worst[H, K, Dv, mode.memory, U] = max(relative_errors(run_latent(layer, U, mode), wanted).values())
@@ -285,11 +276,11 @@ def test_keys_and_values_in_one_weight_of_a_part_of_x():
     ],
 )
 def test_blocks_and_columns_that_do_not_fit_are_refused(changes, message):
-    good = Projection(torch.randn(3 * D, 16), D)
+    good = Projection(Weights(torch.randn(3 * D, 16)), D)
     projections = AttentionProjections(good, dataclasses.replace(good, **changes), good)
     schedule = Schedule.build(heads=3, kv_heads=3, ranks=1, chunk_heads=1)
     with pytest.raises(ValueError, match=message):
-        upipe_attention(torch.randn(1, 8, 16), projections, schedule, None, KERNELS["math"])
+        upipe_attention(torch.randn(1, 8, 16), projections, Staging(schedule, None, KERNELS["math"]))
 
 
 @pytest.mark.parametrize("rows", [range(0), range(4, 2), range(0, 4, 2), range(2, 9), range(-1, 3)])
@@ -356,13 +347,11 @@ def _run_low_rank(
     projections = AttentionProjections(
         *(
             Projection(
-                leaves["w" if fused else f"w{n}"],
+                Weights(leaves["w" if fused else f"w{n}"], leaves.get(f"b{n}"), low_rank=shared if fused else term(n)),
                 D,
-                leaves.get(f"b{n}"),
-                norm.get(n),
-                rotary if n in "qk" else None,
-                places[n] if fused else None,
-                low_rank=shared if fused else term(n),
+                function=norm.get(n),
+                rotary=rotary if n in "qk" else None,
+                places=places[n] if fused else None,
             )
             for n in "qkv"
         )
@@ -371,16 +360,10 @@ def _run_low_rank(
     out = upipe_attention(
         leaves["x"],
         projections,
-        schedule,
-        dist.group.WORLD,
-        KERNELS["math"],
+        Staging(schedule, dist.group.WORLD, KERNELS["math"], layout=layout, mode=mode),
         spec_of(layer),
-        layout=layout,
-        output=OutputProjection(leaves["wo"], leaves.get("bo")) if mode.takes_output else None,
-        mode=mode,
+        output=OutputProjection(leaves["wo"], leaves.get("bo")),
     )
-    if not mode.takes_output:
-        out = torch.nn.functional.linear(out, leaves["wo"], leaves.get("bo"))
     out.backward(layer.dout[:, rows])
     grads = {name: t.grad for name, t in leaves.items() if t.grad is not None}
     for name, t in grads.items():
@@ -434,16 +417,15 @@ def test_a_low_rank_term_keeps_its_own_precision(memory):
     x, weight = rand(1, 64, 16, dtype=torch.bfloat16), rand(2 * D, 16, dtype=torch.bfloat16)
     a = rand(1, 64, R, dtype=torch.float32).requires_grad_()
     b = rand(2 * D, R, dtype=torch.float32).requires_grad_()
-    plain = Projection(weight, D)
+    plain = Projection(Weights(weight), D)
     out = upipe_attention(
         x,
-        AttentionProjections(plain, plain, Projection(weight, D, low_rank=LowRank(a, b))),
-        Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1),
-        None,
-        KERNELS["math"],
-        AttentionSpec(window=1),  # a token sees itself alone: the output is v, and dv is dout
+        AttentionProjections(plain, plain, Projection(Weights(weight, low_rank=LowRank(a, b)), D)),
+        Staging(
+            Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1), None, KERNELS["math"], mode=Mode.named(memory)
+        ),
+        AttentionSpec(window=1),
         output=OutputProjection(torch.eye(2 * D, dtype=torch.bfloat16)) if memory == "blocks" else None,
-        mode=Mode(memory),
     )
     dout = rand(*out.shape, dtype=torch.bfloat16)
     out.backward(dout)
@@ -462,12 +444,13 @@ def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
     x, b = torch.randn(1, 8, E, requires_grad=True), torch.randn(4 * D, R, requires_grad=True)
     out = upipe_attention(
         x,
-        AttentionProjections(Projection(q, D, low_rank=LowRank(x[..., :R], b)), Projection(k, D), Projection(v, D)),
-        Schedule.build(heads=4, kv_heads=4, ranks=1, chunk_heads=1),
-        None,
-        KERNELS["math"],
-        output=OutputProjection(wo) if mode.takes_output else None,
-        mode=mode,
+        AttentionProjections(
+            Projection(Weights(q, low_rank=LowRank(x[..., :R], b)), D),
+            Projection(Weights(k), D),
+            Projection(Weights(v), D),
+        ),
+        Staging(Schedule.build(heads=4, kv_heads=4, ranks=1, chunk_heads=1), None, KERNELS["math"], mode=mode),
+        output=OutputProjection(wo),
     )
     with FlopCounterMode(display=False, custom_mapping=PRODUCTS_IN_PLACE) as products, LiveMemory() as live:
         out.backward(torch.randn_like(out))
@@ -479,9 +462,8 @@ def _backward_of(mode: Mode, frozen: bool) -> tuple[int, int]:
 def test_a_frozen_weight_costs_no_gradient(memory):
     """Neither the product nor the memory."""
     trained, frozen = (_backward_of(MODES[memory], frozen) for frozen in (False, True))
-    weights = 4 if MODES[memory].takes_output else 3
-    assert trained[0] - frozen[0] == weights * 2 * 8 * 20 * 4 * D
-    assert trained[1] - frozen[1] >= weights * 4 * D * 20 * 4
+    assert trained[0] - frozen[0] == 4 * 2 * 8 * 20 * 4 * D
+    assert trained[1] - frozen[1] >= 4 * 4 * D * 20 * 4
 
 
 @pytest.mark.parametrize(
@@ -490,11 +472,13 @@ def test_a_frozen_weight_costs_no_gradient(memory):
 )
 def test_low_rank_terms_that_do_not_fit_are_refused(of_input, of_weight):
     weight = torch.randn(2 * D, 16)
-    plain = Projection(weight, D)
-    bad = dataclasses.replace(plain, low_rank=LowRank(torch.zeros(of_input), torch.zeros(of_weight)))
+    plain = Projection(Weights(weight), D)
+    bad = Projection(Weights(weight, low_rank=LowRank(torch.zeros(of_input), torch.zeros(of_weight))), D)
     schedule = Schedule.build(heads=2, kv_heads=2, ranks=1, chunk_heads=1)
     with pytest.raises(ValueError, match=r"k low-rank term with an input of shape .* must be \(1, 8, 'R'\)"):
-        upipe_attention(torch.randn(1, 8, 16), AttentionProjections(plain, bad, plain), schedule, None, KERNELS["math"])
+        upipe_attention(
+            torch.randn(1, 8, 16), AttentionProjections(plain, bad, plain), Staging(schedule, None, KERNELS["math"])
+        )
 
 
 # ---------------------------------------------------------------- rotary of neighbours
@@ -543,17 +527,16 @@ def _errors_of_split_rows() -> dict[tuple, float]:
                 t.requires_grad_()
             rotary = RotateHalf(layer.cos[:, rows], layer.sin[:, rows])
             projections = AttentionProjections(
-                *(Projection(leaves[f"w{n}"], D, leaves[f"b{n}"], rotary=rotary if n in "qk" else None) for n in "qkv")
+                *(
+                    Projection(Weights(leaves[f"w{n}"], leaves[f"b{n}"]), D, rotary=rotary if n in "qk" else None)
+                    for n in "qkv"
+                )
             )
             schedule = Schedule.build(heads=H // 2, kv_heads=K // 2, ranks=2, chunk_heads=U)
             out = upipe_attention(
                 leaves["x"],
                 projections,
-                schedule,
-                sequence[part],
-                KERNELS["math"],
-                layout=Layout.zigzag(),
-                x_group=pairs[shard],
+                Staging(schedule, sequence[part], KERNELS["math"], layout=Layout.zigzag(), x_group=pairs[shard]),
             )
             saved = [t for t in out.grad_fn.saved_tensors if t is not None and t.shape[-1:] == (24,)]
             assert [tuple(t.shape) for t in saved if t.dim() == 3] == [(batch, 4, 24)], "only the part of x is kept"

@@ -64,7 +64,7 @@ def test_the_memory_table_is_the_closed_forms():
         (16, "keep", "UPipe, `chunk_heads` = 16"),
     ):
         schedules = [Schedule.build(heads=m.heads, kv_heads=m.kv_heads, ranks=8, chunk_heads=U) for m in models]
-        peaks = [upipe_peak(m, s, Mode(memory)).gib(1 << 20, 128) for m, s in zip(models, schedules, strict=True)]
+        peaks = [upipe_peak(m, s, Mode.named(memory)).gib(1 << 20, 128) for m, s in zip(models, schedules, strict=True)]
         row(name, peaks)
 
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from upipe_integrations.attention import compute_dtype, upipe_attention, upipe_attention_qkv
     from upipe_integrations.config import UPipeConfig
-    from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, KernelRequest, select_kernel
+    from upipe_integrations.engine.call import Staging
+    from upipe_integrations.kernels import AttentionSpec, Dropout, FunctionKernel, Kernel, KernelRequest, select_kernel
     from upipe_integrations.layout import Layout
     from upipe_integrations.mode import Mode
     from upipe_integrations.projections.head_function import HeadFunction
     from upipe_integrations.projections.output import OutputProjection
-    from upipe_integrations.projections.projection import AttentionProjections, HeadBlock, LowRank, Projection
+    from upipe_integrations.projections.projection import AttentionProjections, HeadBlock, LowRank, Projection, Weights
     from upipe_integrations.projections.rotary import RotateHalf
     from upipe_integrations.schedule import Schedule
 
@@ -31,6 +32,7 @@ __all__ = [
     "FunctionKernel",
     "HeadBlock",
     "HeadFunction",
+    "Kernel",
     "KernelRequest",
     "Layout",
     "LowRank",
@@ -39,7 +41,9 @@ __all__ = [
     "Projection",
     "RotateHalf",
     "Schedule",
+    "Staging",
     "UPipeConfig",
+    "Weights",
     "compute_dtype",
     "select_kernel",
     "upipe_attention",
@@ -54,6 +58,7 @@ _MODULES = {
     "FunctionKernel": "kernels",
     "HeadBlock": "projections.projection",
     "HeadFunction": "projections.head_function",
+    "Kernel": "kernels",
     "KernelRequest": "kernels",
     "Layout": "layout",
     "LowRank": "projections.projection",
@@ -62,7 +67,9 @@ _MODULES = {
     "Projection": "projections.projection",
     "RotateHalf": "projections.rotary",
     "Schedule": "schedule",
+    "Staging": "engine.call",
     "UPipeConfig": "config",
+    "Weights": "projections.projection",
     "compute_dtype": "attention",
     "select_kernel": "kernels",
     "upipe_attention": "attention",

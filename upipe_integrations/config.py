@@ -83,7 +83,7 @@ class UPipeConfig:
     @property
     def mode(self) -> Mode:
         """The engine's mode."""
-        return Mode(self.memory, self.query_blocks, self.accumulate, self.overlap)
+        return Mode.named(self.memory, self.query_blocks, self.accumulate, self.overlap)
 
     @classmethod
     def from_mapping(cls, block: Any) -> UPipeConfig:

@@ -21,7 +21,7 @@ from deepspeed_plugin.transformers.adapters import (
 )
 from deepspeed_plugin.transformers.families import Family, class_name, family_of, is_vision
 from deepspeed_plugin.transformers.rotary import ModuleRotary
-from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf
+from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf, Weights
 
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
@@ -63,7 +63,9 @@ class AttentionFacts:
         sizes = (self.head_dim, self.head_dim, self.value_dim)
         return [
             Projection(
-                layer.weight, size, layer.bias, places=None if of is None else tuple(of), low_rank=layer.low_rank
+                Weights(layer.weight, layer.bias, low_rank=layer.low_rank),
+                size,
+                places=None if of is None else tuple(of),
             )
             for layer, size, of in zip(read, sizes, places, strict=True)
         ]
@@ -184,12 +186,12 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     for what, there in refused.items():
         if there:
             raise ValueError(f"upipe: {where} has {what}, which is not supported yet. Remove the 'upipe' key.")
-    if family.gate is not None and mode.fuses_output:
+    if family.gate is not None and mode.output_in_loop:
         raise ValueError(
             f"upipe.memory = {mode.memory!r}: {where} changes the attended heads before its output projection, so that "
             "can't be inside the stage loop. Set upipe.memory to 'recompute'."
         )
-    if value_dim != head_dim and mode.blocks > 1:
+    if value_dim != head_dim and mode.query_blocks > 1:
         raise ValueError(
             f"upipe.memory = {mode.memory!r}: {where} has value heads of {value_dim} and key heads of {head_dim}: "
             "not supported yet in blocks. Set upipe.memory to 'fused'."

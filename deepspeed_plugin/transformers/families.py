@@ -100,9 +100,9 @@ class Family:
 
     def takes_output(self, module: nn.Module, mode: Mode) -> bool:
         """Whether the output projection is read directly too: `mode` fuses it, or may take it and it is bare."""
-        if mode.fuses_output:
+        if mode.output_in_loop:
             return True
-        return mode.takes_output and self.gate is None and is_bare(getattr(module, self.output))
+        return mode.keeps_output and self.gate is None and is_bare(getattr(module, self.output))
 
     def projections(self, module: nn.Module, mode: Mode) -> tuple[str, ...]:
         """The linear layers whose weights are read directly."""

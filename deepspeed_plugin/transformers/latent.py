@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_plugin.transformers.rotary import ModuleRotary
-from upipe_integrations import AttentionProjections, HeadBlock, HeadFunction, Projection
+from upipe_integrations import AttentionProjections, HeadBlock, HeadFunction, Projection, Weights
 
 
 def _by_config(config: Any) -> str:
@@ -75,11 +75,16 @@ def latent_projections(
     def of_latent(head_dim: int, rows: range, function: HeadFunction | None = None) -> Projection:
         block = HeadBlock(own + value_dim, rows)
         columns = range(width, width + module.kv_lora_rank)
-        return Projection(kv.weight, head_dim, kv.bias, function, block=block, columns=columns)
+        return Projection(Weights(kv.weight, kv.bias), head_dim, function=function, block=block, columns=columns)
 
     append = HeadFunction(_with_shared, (rotary.of_part(shared[:, :, None], *tables),), by_row=(0,))
     projections = AttentionProjections(
-        Projection(q.weight, module.qk_head_dim, q.bias, HeadFunction(rotary, tables, (0, 1)), columns=range(width)),
+        Projection(
+            Weights(q.weight, q.bias),
+            module.qk_head_dim,
+            function=HeadFunction(rotary, tables, (0, 1)),
+            columns=range(width),
+        ),
         of_latent(module.qk_head_dim, range(own), append),
         of_latent(value_dim, range(own, own + value_dim)),
     )

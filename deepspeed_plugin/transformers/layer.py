@@ -30,12 +30,13 @@ from upipe_integrations import (
     Projection,
     RotateHalf,
     Schedule,
+    Staging,
     UPipeConfig,
     compute_dtype,
     select_kernel,
     upipe_attention,
 )
-from upipe_integrations.engine.tracing import run_for_real
+from upipe_integrations.engine.tracing import run_while_tracing
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.sharding import documents_from_positions
 
@@ -126,13 +127,15 @@ class StagedAttention(nn.Module):
         return upipe_attention(
             x,
             projections,
-            self.schedule,
-            self.settings.group.process_group,
-            KERNELS[run_for_real(_chosen_kernel, self.settings.config.kernel, request)],
+            Staging(
+                self.schedule,
+                self.settings.group.process_group,
+                KERNELS[run_while_tracing(_chosen_kernel, self.settings.config.kernel, request)],
+                mode=mode,
+            ),
             spec,
             sinks=sinks,
             output=None if output is None else OutputProjection(output.weight, output.bias),
-            mode=mode,
         )
 
     def _projections(

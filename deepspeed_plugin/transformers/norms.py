@@ -27,11 +27,12 @@ def norm_over_heads(norm: Any, x: Tensor, projection: Projection, heads_at_once:
         projection: what is normed.
         heads_at_once: heads that exist at a time while the mean square is summed.
     """
-    low = projection.low_rank
+    weights = projection.weights
+    low = weights.low_rank
     of_low = (None, None) if low is None else (low.input, low.weight)
     size = heads_at_once * projection.head_dim
     inverse: Tensor = _InverseRms.apply(  # type: ignore[no-untyped-call]
-        norm.variance_epsilon, size, x, projection.weight, projection.bias, *of_low
+        norm.variance_epsilon, size, x, weights.weight, weights.bias, *of_low
     )
     gain: Tensor = norm.weight.unflatten(0, (-1, projection.head_dim))
     return HeadFunction(_scaled, (inverse, gain), by_row=(0,), by_head=(1,))

@@ -15,7 +15,6 @@ from upipe_integrations.bench.layers import SPEC, Run, upipe_layer
 from upipe_integrations.bench.ulysses import ulysses_layer
 from upipe_integrations.engine.checkpoint import context_fn
 from upipe_integrations.kernels import Kernel, KernelRequest, select_kernel
-from upipe_integrations.kernels.base import block_refusal
 from upipe_integrations.mode import Mode
 from upipe_integrations.planning.closed_forms import LayerShape
 from upipe_integrations.schedule import Schedule
@@ -88,7 +87,7 @@ class UPipe:
     def name(self) -> str:
         """See :class:`Contender`."""
         exact = " float32" if self.mode.accumulate == "float32" else ""
-        blocks = f" {self.mode.query_blocks}" if self.mode.blocks > 1 else ""
+        blocks = f" {self.mode.query_blocks}" if self.mode.query_blocks > 1 else ""
         ahead = " overlap" if self.mode.overlap else ""
         return f"upipe U={self.chunk_heads} {self.mode.memory}{blocks}{exact}{ahead}"
 
@@ -162,10 +161,10 @@ class Job:
                 raise ValueError(f"tokens = {tokens}: the {C} ranks must divide it; {-(-tokens // C) * C} is the next.")
             if isinstance(contender, UPipe):
                 contender.schedule(self.shape, C)
-            blocks = 1 if contender.mode is None else contender.mode.blocks
+            blocks = 1 if contender.mode is None else contender.mode.query_blocks
             if tokens // C % blocks:
                 raise ValueError(f"query_blocks = {blocks}: must divide the {tokens // C} rows of a rank.")
-            reason = block_refusal(kernel, SPEC) if blocks > 1 else None
+            reason = kernel.block_refusal(SPEC) if blocks > 1 else None
             if reason is not None:
                 raise ValueError(f"memory blocks with kernel {kernel.name}: {reason}.")
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from upipe_integrations.all_to_all import Group
 from upipe_integrations.attention import upipe_attention
+from upipe_integrations.engine.call import Staging
 from upipe_integrations.kernels import AttentionSpec, Kernel
 from upipe_integrations.mode import Mode
 from upipe_integrations.planning.closed_forms import LayerShape
 from upipe_integrations.projections.output import OutputProjection
-from upipe_integrations.projections.projection import AttentionProjections, Projection
+from upipe_integrations.projections.projection import AttentionProjections, Projection, Weights
 from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.schedule import Schedule
 
@@ -92,19 +92,13 @@ def random_layer(shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int =
     return Layer(x, wq, wk, wv, wo, angles.cos().to(dtype), angles.sin().to(dtype), D)
 
 
-def upipe_heads(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
-    """The attended heads `[B, L, H * D]` by the engine, or y `[B, L, E]` where the mode takes the output projection."""
+def upipe_layer(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
+    """y `[B, L, E]` by the engine."""
     rotary = RotateHalf(layer.cos, layer.sin)
     projections = AttentionProjections(
-        Projection(layer.wq, layer.head_dim, rotary=rotary),
-        Projection(layer.wk, layer.head_dim, rotary=rotary),
-        Projection(layer.wv, layer.head_dim),
+        Projection(Weights(layer.wq), layer.head_dim, rotary=rotary),
+        Projection(Weights(layer.wk), layer.head_dim, rotary=rotary),
+        Projection(Weights(layer.wv), layer.head_dim),
     )
-    output = OutputProjection(layer.wo) if mode.takes_output else None
-    return upipe_attention(layer.x, projections, schedule, group, kernel, SPEC, output=output, mode=mode)
-
-
-def upipe_layer(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
-    """y `[B, L, E]` by the engine, in any mode."""
-    heads = upipe_heads(layer, schedule, mode, group, kernel)
-    return heads if mode.takes_output else F.linear(heads, layer.wo)
+    staging = Staging(schedule, group, kernel, mode=mode)
+    return upipe_attention(layer.x, projections, staging, SPEC, output=OutputProjection(layer.wo))

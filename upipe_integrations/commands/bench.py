@@ -139,7 +139,7 @@ def _job(options: argparse.Namespace) -> Job:
         settings = UPipeConfig(U, options.kernel, memory, options.query_blocks, options.accumulate, options.overlap)
         if options.ranks > 0 and min(shape.heads, shape.kv_heads) > 0:  # else the job says it
             settings.schedule(heads=shape.heads, kv_heads=shape.kv_heads, ranks=options.ranks)
-        mode = Mode(memory, options.query_blocks, options.accumulate, options.overlap, operator=True)
+        mode = Mode.named(memory, options.query_blocks, options.accumulate, options.overlap, operator=True)
         contenders.append(UPipe(U, mode))
     return Job(
         shape,

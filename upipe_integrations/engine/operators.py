@@ -1,7 +1,7 @@
 """Attention and its backward as registered operators: what selective checkpointing keeps, and compiled code calls.
 
-An operator's arguments are tensors and numbers, so the rest of a call goes by a number. In eager mode it is good for
-one call. In compiled code it is a constant, so there equal calls share one, which is kept for good.
+An operator's arguments are tensors and numbers, so the structure of a call goes by a number. In eager mode it is good
+for one call. In compiled code it is a constant, so there equal structures share one, which is kept for good.
 """
 
 from __future__ import annotations
@@ -9,74 +9,66 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import group_ranks
-from upipe_integrations.engine.staged import Call, kept_like, project, run_backward, run_forward
-from upipe_integrations.engine.tracing import run_for_real
+from upipe_integrations.engine.backward import run_backward
+from upipe_integrations.engine.call import Call
+from upipe_integrations.engine.forward import project, run_forward, saved_like
+from upipe_integrations.engine.tracing import run_while_tracing
+from upipe_integrations.projections.structure import Structure
 
 
-class _Prepared:
-    """A call without tensors, and which of its inputs are there: an operator takes no optional ones in a list."""
+class _Numbered:
+    """A structure under a number, for as long as this lives."""
 
     _numbers = itertools.count()
 
-    def __init__(self, call: Call, given: tuple[bool, ...]) -> None:
-        self.call = call
-        self.given = given
+    def __init__(self, structure: Structure[Call]) -> None:
+        self.structure = structure
         self.number = next(self._numbers)
-        _PREPARED[self.number] = self
-
-    def inputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """x, sinks and the call's tensors, with None for those that are not there."""
-        there = iter(tensors)
-        x, sinks, *rest = (next(there) if given else None for given in self.given)
-        return x, sinks, rest
+        _NUMBERED[self.number] = self
 
 
-# A call lives as long as its user: the caller, or the cache of those in compiled code.
-_PREPARED: weakref.WeakValueDictionary[int, _Prepared] = weakref.WeakValueDictionary()
+# It lives as long as its user: the caller, or the cache of those in compiled code.
+_NUMBERED: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
+_numbered_for_good = functools.cache(_Numbered)
 
 
-_prepared_for_good = functools.cache(_Prepared)
+def _call(number: int, tensors: list[Tensor]) -> Call:
+    return _NUMBERED[number].structure.with_tensors(tensors)
 
 
-def forward_by_operator(call: Call, inputs: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-    """What ``run_forward`` gives for `call` (without tensors), by ``torch.ops.upipe.attention``; not differentiable."""
-    prepared = _Prepared(call, _given(inputs))
-    attended, *more = torch.ops.upipe.attention([t for t in inputs if t is not None], prepared.number)
-    return attended, more
+def forward_by_operator(structure: Structure[Call], tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What ``run_forward`` gives, by ``torch.ops.upipe.attention``; not differentiable."""
+    numbered = _Numbered(structure)
+    attended, *saved = torch.ops.upipe.attention(tensors, numbered.number)
+    return attended, saved
 
 
-def attention_in_graph(call: Call, inputs: Sequence[Tensor | None]) -> Tensor:
-    """The result of `call` (without tensors) on x, sinks and its tensors, in compiled code, by an operator."""
-    number = run_for_real(_number_for_good, call, _given(inputs))
-    tensors = [t for t in inputs if t is not None]
+def attention_in_graph(structure: Structure[Call], tensors: list[Tensor]) -> Tensor:
+    """The result of a call in compiled code, by an operator."""
+    number = run_while_tracing(_number_for_good, structure)
     results: list[Tensor] = torch.ops.upipe.attention_in_graph(tensors, number)
     return results[0]
 
 
-def _given(inputs: Sequence[Tensor | None]) -> tuple[bool, ...]:
-    return tuple([t is not None for t in inputs])
-
-
-def _number_for_good(call: Call, given: tuple[bool, ...]) -> int:
-    return _prepared_for_good(call, given).number
+def _number_for_good(structure: Structure[Call]) -> int:
+    return _numbered_for_good(structure).number
 
 
 @torch.library.custom_op("upipe::attention", mutates_args=())
 def _attention(tensors: list[Tensor], call: int) -> list[Tensor]:
-    """What was attended (projected, where the mode fuses that), and what else the mode keeps for backward."""
-    return _forward(_PREPARED[call], tensors)
+    """What was attended (projected, where that is in the loop), and what else the mode keeps for backward."""
+    return _forward(_call(call, tensors))
 
 
-def _forward(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
-    attended, more = run_forward(prepared.call, *prepared.inputs(tensors))
-    return [attended, *(t.contiguous() for t in more)]
+def _forward(call: Call) -> list[Tensor]:
+    attended, saved = run_forward(call)
+    return [attended, *(t.contiguous() for t in saved)]
 
 
 @torch.library.custom_op("upipe::attention_in_graph", mutates_args=())
@@ -85,37 +77,34 @@ def _attention_in_graph(tensors: list[Tensor], call: int) -> list[Tensor]:
 
     In eager mode the projection is apart, so that selective checkpointing keeps what was attended and not y as well.
     """
-    prepared = _PREPARED[call]
-    attended, *more = _forward(prepared, tensors)
-    y = project(prepared.call, attended, prepared.inputs(tensors)[2])
-    return [attended, *more] if y is attended else [y, attended, *more]
+    with_tensors = _call(call, tensors)
+    attended, *saved = _forward(with_tensors)
+    y = project(with_tensors, attended)
+    return [attended, *saved] if y is attended else [y, attended, *saved]
 
 
 @_attention.register_fake
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
-    return _forward_like(_PREPARED[call], tensors)
+    return _forward_like(_call(call, tensors), tensors[0])
 
 
 @_attention_in_graph.register_fake
 def _(tensors: list[Tensor], call: int) -> list[Tensor]:
-    prepared = _PREPARED[call]
-    attended, *more = _forward_like(prepared, tensors)
-    output = prepared.call.with_tensors(prepared.inputs(tensors)[2]).output_after
+    with_tensors = _call(call, tensors)
+    attended, *saved = _forward_like(with_tensors, tensors[0])
+    output = with_tensors.output_after
     if output is None:
-        return [attended, *more]
-    return [attended.new_empty(*attended.shape[:2], output.weight.shape[0]), attended, *more]
+        return [attended, *saved]
+    return [attended.new_empty(*attended.shape[:2], output.weight.shape[0]), attended, *saved]
 
 
-def _forward_like(prepared: _Prepared, tensors: list[Tensor]) -> list[Tensor]:
-    """Empty tensors like the results of :func:`_forward`."""
-    x, _, rest = prepared.inputs(tensors)
-    call = prepared.call.with_tensors(rest)
-    sources = call.sources
-    B, L = sources.q.shape_of(x)
-    L *= group_ranks(call.x_group)
+def _forward_like(call: Call, like: Tensor) -> list[Tensor]:
+    """Empty tensors like the results of :func:`_forward`, on the device of `like`."""
+    B, L = call.q.shape
+    L *= group_ranks(call.staging.x_group)
     output = call.output_in_loop
-    width = sources.v.head_dim * call.schedule.heads if output is None else output.weight.shape[0]
-    return [tensors[0].new_empty(B, L, width, dtype=call.dtype), *kept_like(call, tensors[0], (B, L))]
+    width = call.v.head_dim * call.staging.schedule.heads if output is None else output.weight.shape[0]
+    return [like.new_empty(B, L, width, dtype=call.dtype), *saved_like(call, like, (B, L))]
 
 
 @torch.library.custom_op("upipe::attention_backward", mutates_args=())
@@ -123,19 +112,15 @@ def _attention_backward(
     grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int
 ) -> list[Tensor]:
     """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
-    prepared = _PREPARED[call]
-    wants = iter(wanted)
-    wanted_of_all = [given and next(wants) for given in prepared.given]
     with _autograd_there(), torch.no_grad():
-        grads = run_backward(prepared.call, grad, prepared.inputs(tensors), list(kept), wanted_of_all)
-    return [g for g, want in zip(grads, wanted_of_all, strict=True) if g is not None and want]
+        grads = run_backward(_NUMBERED[call].structure, tensors, grad, list(kept), wanted)
+    return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
 
 
 @_attention_backward.register_fake
 def _(grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int) -> list[Tensor]:
-    prepared = _PREPARED[call]
-    x, *_ = prepared.inputs(tensors)
-    rows_first = group_ranks(prepared.call.x_group) > 1
+    with_tensors = _call(call, tensors)
+    x, rows_first = with_tensors.q.input, group_ranks(with_tensors.staging.x_group) > 1
 
     def like(t: Tensor) -> Tensor:
         if t is not x:
@@ -159,10 +144,10 @@ def _autograd_there() -> Any:
 
 def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
     tensors, ctx.number = inputs
-    call = _PREPARED[ctx.number].call
+    call = _call(ctx.number, tensors)
     ctx.wanted = [t.requires_grad for t in tensors]
     ctx.read = len(tensors)
-    kept = output[call.output_after is not None :] if call.mode.keeps_output else []
+    kept = output[call.output_after is not None :] if call.staging.mode.keeps_output else []
     ctx.save_for_backward(*tensors, *kept)
 
 

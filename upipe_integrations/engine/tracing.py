@@ -17,7 +17,7 @@ import torch
 _R = TypeVar("_R")
 
 
-def run_for_real(function: Callable[..., _R], *args: Any) -> _R:
+def run_while_tracing(function: Callable[..., _R], *args: Any) -> _R:
     """``function(*args)``, which in compiled code runs once, when it is traced.
 
     The result, a number or string or None, may depend on nothing but the arguments: numbers, strings, dtypes, devices,

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -132,19 +131,25 @@ class KernelRequest:
         return (*self.spec.features(), *((SINKS,) if self.sinks else ()), *((VALUE_SIZE,) if other_size else ()))
 
 
-class Kernel(Protocol):
-    """Local attention over the whole sequence, with an explicit backward (no autograd graph)."""
+class Kernel(ABC):
+    """Local attention over the whole sequence, with an explicit backward (no autograd graph).
+
+    A subclass has ``name``, :meth:`refusal`, :meth:`forward` and :meth:`backward`. What memory mode ``"blocks"`` needs
+    besides is refused unless it is overridden: see :class:`BlockKernel`.
+    """
 
     name: str
+    """In settings and messages."""
 
+    @abstractmethod
     def refusal(self, request: KernelRequest) -> str | None:
         """Why this kernel can't serve `request`; None when it can."""
-        ...
 
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """(out, lse) of softmax attention."""
-        ...
 
+    @abstractmethod
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,20 +158,19 @@ class Kernel(Protocol):
         Probabilities are ``exp(score - lse)`` with the lse that is passed: one that counts more than the
         kernel's own scores (sinks) gives the right gradients.
         """
-        ...
 
-
-class BlockKernel(Kernel, Protocol):
-    """A kernel that can also attend some query rows against some keys of the sequence."""
+    def lse_like(self, q: Tensor) -> Tensor:
+        """An empty lse of queries `q`: `[B, n, S]` in float32 or the queries' wider dtype, where it is nothing else."""
+        return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
     def block_refusal(self, spec: AttentionSpec) -> str | None:
-        """Why `spec` can't be attended in blocks; None when it can."""
-        ...
+        """Why `spec` can't be attended in blocks of query rows; None when it can."""
+        return "it can't attend blocks of rows"
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
         """(out, lse) of the query rows from `start` on; k and v are all rows that causal attention lets them see
         (``0 .. start + rows``), or the whole sequence in full attention."""
-        ...
+        raise ValueError(f"kernel {self.name!r}: {self.block_refusal(spec)}.")
 
     def backward_block(
         self,
@@ -176,23 +180,21 @@ class BlockKernel(Kernel, Protocol):
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of (dout, q, k, v, out, lse), k and v being the keys from `first_key` on: dq is the part
-        that goes through them. Keys end no later than the rows, and do not begin within them. What sums of several
-        calls are may be of a wider dtype."""
-        ...
+        that goes through them. Keys end no later than the query rows, and do not begin within them. The results may
+        be of a wider dtype than q, for sums of several calls."""
+        raise ValueError(f"kernel {self.name!r}: {self.block_refusal(spec)}.")
 
 
-def block_refusal(kernel: Kernel, spec: AttentionSpec) -> str | None:
-    """Why `kernel` can't attend `spec` in blocks; None when it can."""
-    ask: Callable[[AttentionSpec], str | None] | None = getattr(kernel, "block_refusal", None)
-    return "it can't attend blocks of rows" if ask is None else ask(spec)
-
-
-class InBlocks(ABC):
+class BlockKernel(Kernel):
     """A kernel for which the whole sequence is one block: ``forward`` and ``backward`` from the block forms."""
 
     @abstractmethod
+    def block_refusal(self, spec: AttentionSpec) -> str | None:
+        """See :class:`Kernel`."""
+
+    @abstractmethod
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
-        """See :class:`BlockKernel`."""
+        """See :class:`Kernel`."""
 
     @abstractmethod
     def backward_block(
@@ -202,7 +204,7 @@ class InBlocks(ABC):
         start: int,
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`BlockKernel`."""
+        """See :class:`Kernel`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`Kernel`."""
@@ -214,14 +216,6 @@ class InBlocks(ABC):
         """See :class:`Kernel`."""
         dq, dk, dv = self.backward_block((dout, q, k, v, out, lse), spec, 0, 0)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def lse_like(kernel: Kernel, q: Tensor) -> Tensor:
-    """An empty lse of queries `q`: of the shape that :class:`Kernel` promises, or the kernel's own."""
-    ask: Callable[[Tensor], Tensor] | None = getattr(kernel, "lse_like", None)
-    if ask is not None:
-        return ask(q)
-    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import DOCUMENTS, WINDOW, AttentionSpec
+from upipe_integrations.kernels.base import DOCUMENTS, WINDOW, AttentionSpec, Kernel
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def _packing(boundaries: tuple[int, ...], device: torch.device) -> Packing:
     return Packing(torch.tensor(boundaries, dtype=torch.int32, device=device), longest)
 
 
-class FlashForm(ABC):
+class FlashForm(Kernel):
     """Turns the engine's layout into flash kernels': subclasses call the kernel, dense or packed.
 
     Dense tensors are `[B, S, heads, D]` with lse `[B, heads, S]`; packed ones are one batch row,
@@ -76,12 +76,12 @@ class FlashForm(ABC):
         return dq, dk, dv
 
     def block_refusal(self, spec: AttentionSpec) -> str | None:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         refused = [name for name in spec.features() if name in (WINDOW, DOCUMENTS)]
         return f"it can't do {', '.join(refused)} in blocks" if refused else None
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`.
+        """See :class:`~upipe_integrations.kernels.base.Kernel`.
 
         Flash kernels align causal attention at the bottom right: the last query row sees the last key.
         """
@@ -97,7 +97,7 @@ class FlashForm(ABC):
         start: int,
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dout, q, k, v, out, lse = tensors
         if spec.causal and first_key + k.shape[2] <= start:
             spec = dataclasses.replace(spec, causal=False)  # rows see all keys that come before them

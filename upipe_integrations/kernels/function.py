@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upipe_integrations.kernels.base import AttentionSpec, KernelRequest
+from upipe_integrations.kernels.base import AttentionSpec, Kernel, KernelRequest
 
 
 @dataclass(frozen=True)
-class FunctionKernel:
+class FunctionKernel(Kernel):
     """The kernel-agnostic route, for attention that no other kernel computes.
 
     Args:
@@ -29,7 +29,7 @@ class FunctionKernel:
         return "a function returns no log-sum-exp to merge sinks into: do it in the function" if request.sinks else None
 
     def lse_like(self, q: Tensor) -> Tensor:
-        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         return q.new_empty(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

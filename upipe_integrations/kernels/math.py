@@ -15,7 +15,7 @@ from torch import Tensor
 from upipe_integrations.kernels.base import (
     HALF_PRECISION,
     AttentionSpec,
-    InBlocks,
+    BlockKernel,
     KernelRequest,
     Region,
     common,
@@ -26,7 +26,7 @@ from upipe_integrations.kernels.base import (
 _BLOCK_ROWS = 1024
 
 
-class MathKernel(InBlocks):
+class MathKernel(BlockKernel):
     """Plain softmax attention with every feature; see the module docstring."""
 
     name = "math"
@@ -36,12 +36,12 @@ class MathKernel(InBlocks):
         return None
 
     def block_refusal(self, spec: AttentionSpec) -> str | None:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         # A mask is drawn for a region at a time, and blocks make other regions.
         return "dropout can't be drawn in blocks" if spec.dropout is not None else None
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dtype = _working_dtype(q)
         k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -62,7 +62,7 @@ class MathKernel(InBlocks):
         start: int,
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dout, q, k, v, out, lse = tensors
         dtype = _working_dtype(q)
         k_all, v_all = per_query_head(k, q).to(dtype), per_query_head(v, q).to(dtype)

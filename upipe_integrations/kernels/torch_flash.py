@@ -20,7 +20,8 @@ from upipe_integrations.kernels.base import (
     VALUE_SIZE,
     WINDOW,
     AttentionSpec,
-    InBlocks,
+    BlockKernel,
+    Kernel,
     KernelRequest,
     Region,
     common,
@@ -42,7 +43,7 @@ _ROWS_OF_FOUR_TILES = 256
 _ROWS_OF_LARGE_TILES = 768
 
 
-class TorchCpuFlash(InBlocks):
+class TorchCpuFlash(BlockKernel):
     """``_scaled_dot_product_flash_attention_for_cpu``: float64, float32 and half precision, GQA natively.
 
     Documents are attended one by one, windows in blocks of rows under a mask; value heads of another size
@@ -60,11 +61,11 @@ class TorchCpuFlash(InBlocks):
         return unserved(request, (WINDOW, DOCUMENTS, SINKS, VALUE_SIZE))
 
     def block_refusal(self, spec: AttentionSpec) -> str | None:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         return None
 
     def forward_block(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, start: int) -> tuple[Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         scale, value_dim = spec.scale_for(q.shape[3]), v.shape[3]
         q, k, v = _of_one_size(q, k, v)
         calls = list(_cpu_calls(q, k, spec, start, 0))
@@ -87,7 +88,7 @@ class TorchCpuFlash(InBlocks):
         start: int,
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         dout, q, k, v, out, lse = tensors
         scale, head_dim, value_dim = spec.scale_for(q.shape[3]), q.shape[3], v.shape[3]
         q, k, v, dout, out = _of_one_size(q, k, v, dout, out)
@@ -253,7 +254,7 @@ def _scale_and_window(spec: AttentionSpec, q: Tensor) -> dict[str, float | int |
     return {"scale": spec.scale_for(q.shape[-1]), "window_size_left": left, "window_size_right": right}
 
 
-class TorchCudnn:
+class TorchCudnn(Kernel):
     """``_scaled_dot_product_cudnn_attention``: cuDNN's flash attention, for Hopper and later. KV heads are repeated."""
 
     name = "torch-cudnn"
@@ -264,7 +265,7 @@ class TorchCudnn:
         return cuda_refusal(request) or unserved(request, ())
 
     def lse_like(self, q: Tensor) -> Tensor:
-        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         return q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -308,7 +309,7 @@ class TorchCudnn:
         return dq, sum_groups(dk, k), sum_groups(dv, v)
 
 
-class TorchEfficient:
+class TorchEfficient(Kernel):
     """``_scaled_dot_product_efficient_attention``: memory-efficient attention, float32 too. KV heads are repeated."""
 
     name = "torch-efficient"
@@ -319,7 +320,7 @@ class TorchEfficient:
         return cuda_refusal(request, (*HALF_PRECISION, torch.float32)) or unserved(request, (VALUE_SIZE,))
 
     def lse_like(self, q: Tensor) -> Tensor:
-        """See :func:`~upipe_integrations.kernels.base.lse_like`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         return q.new_empty(*q.shape[:2], -(-q.shape[2] // 32) * 32, dtype=torch.float32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: M
 
     In ``"blocks"`` a stage's rows of two of them are in float32 besides.
     """
-    rows = 2 * (layer.heads + layer.kv_heads) + (4 * schedule.chunk_heads if mode.blocks > 1 else 0)
+    rows = 2 * (layer.heads + layer.kv_heads) + (4 * schedule.chunk_heads if mode.query_blocks > 1 else 0)
     return rows * layer.hidden_size / tokens
 
 
@@ -146,9 +146,9 @@ class _StageSizes:
 def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, lse: float, after: bool) -> float:
     """`after`: whether the output projection is run after the stage loop."""
     wide = 2 if mode.sums_y_exactly(len(stages)) else 1
-    result = chi * wide if mode.fuses_output else h
+    result = chi * wide if mode.output_in_loop else h
     peak = 0.0
-    if mode.fuses_output and wide == 2:  # y is rounded into a tensor of its own at the end
+    if mode.output_in_loop and wide == 2:  # y is rounded into a tensor of its own at the end
         peak = result + chi
     if mode.overlap:  # K, V and q of the first stage are all sent before the first is waited for
         peak = max(peak, 2 * stages[0].q + 4 * stages[0].kappa)
@@ -160,7 +160,7 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
         attending = so_far + (kept or s.q + 2 * s.kappa) + s.q + (2 * s.q if s.paired else 0)
         sending_back = so_far + left + 2 * s.q
         writing = result + left + s.q
-        if mode.fuses_output:
+        if mode.output_in_loop:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
         peak = max(peak, max(attending, sending_back, writing) + s.in_flight(1) + lse)
     return max(peak, result + kept + chi + lse) if after else peak
@@ -170,19 +170,19 @@ def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, 
     """`after` as in :func:`_forward_peak`: the gradient of what was attended is then never whole."""
     wide = 2 if mode.accumulate == "float32" else 1
     # Beside a stage: the incoming gradients, what was kept, and dx so far.
-    incoming = chi + h * mode.keeps_output + h * (not (mode.fuses_output or after))
+    incoming = chi + h * mode.keeps_output + h * (not (mode.output_in_loop or after))
     kept = sum(s.received for s in stages) * mode.keeps_heads
     peak = 0.0
     for number, s in enumerate(stages):
-        if mode.blocks > 1:
+        if mode.query_blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
-            exchanging = 4 * s.q / mode.blocks
-            piece = s.q / (mode.blocks * ranks)
-            attending = 2 * s.q / mode.blocks + 6 * piece + (2 * s.kappa + s.expanded) / ranks
+            exchanging = 4 * s.q / mode.query_blocks
+            piece = s.q / (mode.query_blocks * ranks)
+            attending = 2 * s.q / mode.query_blocks + 6 * piece + (2 * s.kappa + s.expanded) / ranks
             if s.paired:  # K and V up to the piece; then a tile's with their gradients, one of which in float32
-                attending = 2 * s.q / mode.blocks + max(2 * s.q + piece, 6 * s.q / ranks + 6 * piece)
+                attending = 2 * s.q / mode.query_blocks + max(2 * s.q + piece, 6 * s.q / ranks + 6 * piece)
             # In flight: the stage's next block, or the next stage's first with its K and V.
-            next_stage = 4 * s.next_q / mode.blocks + 4 * s.next_kappa
+            next_stage = 4 * s.next_q / mode.query_blocks + 4 * s.next_kappa
             in_flight = max(exchanging, next_stage) if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:

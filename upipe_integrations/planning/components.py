@@ -158,7 +158,7 @@ def attention_units(method: Method, shape: LayerShape, setup: Setup) -> _Units:
         return _Units(ulysses_peak(shape, C).training, 3 * h + 2 * max(shape.kv_heads / C, 1) + lse, 0)
     schedule = method.config.schedule(heads=shape.heads, kv_heads=shape.kv_heads, ranks=C)
     mode = method.config.mode
-    out = 0 if mode.fuses_output else h
+    out = 0 if mode.output_in_loop else h
     more = (lse if mode.keeps_output else 0) + (received_heads(schedule) if mode.keeps_heads else 0)
     peak = upipe_peak(shape, schedule, mode, given_output=setup.plain_output).training
     return _Units(peak, out + more, (out or chi) + more)

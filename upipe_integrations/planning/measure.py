@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from upipe_integrations.attention import upipe_attention
+from upipe_integrations.engine.call import Staging
 from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
 from upipe_integrations.mode import Mode
 from upipe_integrations.planning.closed_forms import LayerShape, PeakUnits
 from upipe_integrations.projections.output import OutputProjection
-from upipe_integrations.projections.projection import AttentionProjections, Projection
+from upipe_integrations.projections.projection import AttentionProjections, Projection, Weights
 from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.schedule import Schedule
 
@@ -95,16 +96,18 @@ def measured_upipe_peak(
     shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int, *, given_output: bool = True
 ) -> PeakUnits:
     """:func:`measured_peak` of the engine; `given_output` as in ``memory.upipe_peak``."""
-    projects = mode.fuses_output or (mode.takes_output and given_output)
+    projects = mode.output_in_loop or (mode.keeps_output and given_output)
 
     def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         D, rotary = shape.head_dim, RotateHalf(cos, sin)
         projections = AttentionProjections(
-            Projection(wq, D, rotary=rotary), Projection(wk, D, rotary=rotary), Projection(wv, D)
+            Projection(Weights(wq), D, rotary=rotary),
+            Projection(Weights(wk), D, rotary=rotary),
+            Projection(Weights(wv), D),
         )
         output = OutputProjection(wo) if projects else None
-        kernel = FlashWorkspace()
-        return upipe_attention(x, projections, schedule, dist.group.WORLD, kernel, output=output, mode=mode)
+        staging = Staging(schedule, dist.group.WORLD, FlashWorkspace(), mode=mode)
+        return upipe_attention(x, projections, staging, output=output)
 
     return measured_peak(shape, tokens, attention, projects=projects)
 
@@ -179,7 +182,7 @@ class FlashWorkspace(TorchCudaFlash):
         start: int,
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`~upipe_integrations.kernels.base.BlockKernel`."""
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         workspace = _flash_workspace(tensors[1], tensors[2])
         grads = super().backward_block(tensors, spec, start, first_key)
         del workspace

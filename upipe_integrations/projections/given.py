@@ -1,24 +1,27 @@
-"""Heads that are projected already, in the place of a projection."""
+"""Heads that are projected already."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from upipe_integrations.projections.heads import add_heads, copy_heads
+from upipe_integrations.projections.source import Factors, HeadGradient, HeadSource
+from upipe_integrations.projections.structure import Totals
 from upipe_integrations.schedule import HeadChunk
 
 
 @dataclass(frozen=True)
-class GivenHeads:
-    """Heads that are projected already, in the place of a :class:`Projection`.
+class GivenHeads(HeadSource):
+    """Heads that a caller has projected and rotated.
 
     Args:
         tensor: `[B, L, N, D]` of any strides with D contiguous.
     """
+
+    holds = ("tensor",)
 
     tensor: Tensor
 
@@ -27,50 +30,59 @@ class GivenHeads:
         """D."""
         return self.tensor.shape[3]
 
-    def tensors(self) -> list[Tensor | None]:
-        """The one tensor, like ``Projection.tensors``."""
-        return [self.tensor]
-
-    def with_tensors(self, tensors: Iterator[Tensor | None]) -> GivenHeads:
-        """Another tensor in its place."""
-        return GivenHeads(next_tensor(tensors))
-
-    def gradient(self, wanted: Iterator[bool]) -> GivenHeadsGradient:
-        """Zero gradient, or none where `wanted` says so."""
-        return GivenHeadsGradient(torch.zeros_like(self.tensor) if next(wanted) else None)
-
-    def shape_of(self, x: Tensor | None) -> tuple[int, int]:
+    @property
+    def shape(self) -> tuple[int, int]:
         """(B, L)."""
         return self.tensor.shape[0], self.tensor.shape[1]
 
-    def write(self, x: Tensor | None, chunk: HeadChunk, send: Tensor) -> None:
-        """Write the chunk's heads to a send buffer `[C, L, B, n, D]` of any strides."""
-        copy_heads(self.tensor, chunk.by_rank, 2, send.permute(2, 1, 0, 3, 4))
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self.tensor.device
 
-
-@dataclass
-class GivenHeadsGradient:
-    """The gradient of :class:`GivenHeads`, written stage by stage."""
-
-    tensor: Tensor | None
-
-    def tensors(self) -> list[Tensor | None]:
-        """In the order of ``GivenHeads.tensors``."""
-        return [self.tensor]
-
-    def add(
-        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Add the chunk's gradient `[C, L, B, n, D]` where its heads are; there is no x to have a gradient."""
-        if self.tensor is not None:
-            add_heads(self.tensor, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
+    @property
+    def input(self) -> None:
+        """None: there is nothing to project."""
         return None
 
+    def reading(self, x: Tensor) -> GivenHeads:
+        """Itself."""
+        return self
 
-def next_tensor(tensors: Iterator[Tensor | None]) -> Tensor:
-    return is_there(next(tensors))
+    @property
+    def accumulates(self) -> bool:
+        """See :class:`HeadSource`."""
+        return False
+
+    def at_rows(self, rows: slice) -> GivenHeads:
+        """The heads of some rows."""
+        return GivenHeads(self.tensor[:, rows])
+
+    def write(self, chunk: HeadChunk, send: Tensor) -> None:
+        """`[B, L, N, D]` -> the chunk's heads in `[C, L, B, n, D]`."""
+        copy_heads(self.tensor, chunk.by_rank, 2, send.permute(2, 1, 0, 3, 4))
+
+    def gradient(self, totals: Totals) -> GivenHeadsGradient:
+        """See :class:`HeadSource`."""
+        return GivenHeadsGradient(totals.of(self.tensor))
 
 
-def is_there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+@dataclass(frozen=True)
+class GivenHeadsGradient(HeadGradient):
+    """The gradient of :class:`GivenHeads`, written stage by stage.
+
+    Args:
+        total: `[B, L, N, D]`, or None where none is wanted.
+    """
+
+    total: Tensor | None
+
+    def add(self, received: Tensor, chunk: HeadChunk, rows: slice | None = None) -> Factors | None:
+        """`[C, L, B, n, D]` -> added where the chunk's heads are in `[B, L, N, D]`; there is no x."""
+        if self.total is not None:
+            total = self.total if rows is None else self.total[:, rows]
+            add_heads(total, chunk.by_rank, 2, received.permute(2, 1, 0, 3, 4))
+        return None
+
+    def end_blocks(self, chunk: HeadChunk) -> None:
+        """Nothing was collected: gradients were written where they belong."""

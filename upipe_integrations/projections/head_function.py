@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.projections.heads import HeadRows, add_heads, take_heads
+from upipe_integrations.projections.structure import HoldsTensors
 
 
 @dataclass(frozen=True)
-class HeadFunction:
+class HeadFunction(HoldsTensors):
     """A differentiable function of some heads, such as a per-head norm.
 
     Args:
@@ -27,6 +28,8 @@ class HeadFunction:
         by_head: which of `tensors` have the projection's heads as first dimension; it is given those of the
             stage's.
     """
+
+    holds = ("tensors",)
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...] = ()

@@ -1,66 +1,14 @@
-"""Matrix products that are added to a sum in its own precision, without a product-sized temporary."""
+"""Matrix products that are rounded to the precision of the sum they are added to, without a temporary of their size."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from upipe_integrations.mode import PRODUCT_PIECES
-from upipe_integrations.projections.sums import ScaledSum
 
-_PIECES_OF_SCALED = 16
-"""Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
-
-
-_ROWS_OF_PIECE = 2048
-
-
+_SMALLEST_PIECE = 2048
 _DEPTH_OF_PIECE = 512
-
-
-_Total = TypeVar("_Total", bound=Tensor | ScaledSum)
-
-
-def add_products(
-    total: _Total | None, factors: Sequence[tuple[Tensor, Tensor] | None], dtype: torch.dtype
-) -> _Total | Tensor | None:
-    """:func:`add_product` of several products, as one: a sum in the compute dtype rounds once, not once for each."""
-    given = [pair for pair in factors if pair is not None]
-    if not given:
-        return total
-    if len(given) == 1:
-        return add_product(total, *given[0], dtype)
-    rows = torch.cat([pair[0] for pair in given], 1)
-    weight = torch.cat([pair[1] for pair in given], 0)
-    return add_product(total, rows, weight, dtype)
-
-
-def add_product(total: _Total | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> _Total | Tensor:
-    """total + rows @ weight, in place, summed in `dtype`; a new tensor where total is None.
-
-    `rows` is `[B * L, N]` and `total` `[B * L, M]`, or `[B, L, M]` of any batch stride. What is added to a
-    :class:`ScaledSum` is of a wider dtype than `rows`.
-    """
-    if total is None:
-        if dtype == rows.dtype:
-            return rows @ weight
-        return add_product(rows.new_zeros(rows.shape[0], weight.shape[1], dtype=dtype), rows, weight, dtype)
-    if len(total.shape) == 3:
-        for b, part in enumerate(rows.chunk(total.shape[0])):
-            add_product(total[b], part, weight, dtype)
-        return total
-    if isinstance(total, Tensor) and total.dtype == dtype == rows.dtype:
-        return total.addmm_(rows, weight)
-    # In pieces, so that the product does not need the whole of its memory.
-    pieces = PRODUCT_PIECES if isinstance(total, Tensor) else _PIECES_OF_SCALED
-    size = max(rows.shape[0] // pieces, _ROWS_OF_PIECE)
-    for first in range(0, rows.shape[0], size):
-        piece = slice(first, first + size)
-        total[piece].add_(product(rows[piece], weight, dtype))
-    return total
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,3 +22,21 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     for columns, rows in zip(left.split(depth, 1), right.split(depth), strict=True):
         total.addmm_(columns.to(dtype), rows.to(dtype))
     return total
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
+    """``total += left @ right`` in place, with the product rounded to `dtype`.
+
+    `left` is `[M, N]`, `right` `[N, K]`, `total` `[M, K]`.
+    """
+    if total.dtype == dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    for piece in pieces(left, PRODUCT_PIECES):
+        total[piece].add_(product(left[piece], right, dtype))
+
+
+def pieces(left: Tensor, count: int) -> list[slice]:
+    """`left`'s first dimension in about `count` pieces, so that a product with it does not take all of its memory."""
+    size = max(left.shape[0] // count, _SMALLEST_PIECE)
+    return [slice(first, first + size) for first in range(0, left.shape[0], size)]

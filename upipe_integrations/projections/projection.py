@@ -1,45 +1,32 @@
 """One stage's heads from the layer's input, written straight into the send buffer; and the way back.
 
-Projecting inside the stage loop is what "untied" means (arXiv 2602.21196, section 3): only the heads of
-one stage exist at a time. What happens to a head between its projection and the exchange is the caller's:
-a :class:`HeadFunction` (per-head norm, any rotary; differentiated by autograd on this stage alone), then a
-:class:`RotateHalf`, which needs no autograd and no temporaries as it rotates into the send buffer.
+Projecting inside the stage loop is what "untied" means (arXiv 2602.21196, section 3): only the heads of one stage
+exist at a time. What happens to a head between its projection and the exchange is the caller's: a
+:class:`~upipe_integrations.projections.head_function.HeadFunction` (per-head norm, any rotary; differentiated by
+autograd on this stage alone), then a :class:`~upipe_integrations.projections.rotary.RotateHalf`, which needs no
+autograd and no temporaries as it rotates into the send buffer.
 
-Shapes: B batch, L rows of the sequence on this rank, E input size, D head size, N heads of the whole
-projection, C ranks, n heads of one rank in one stage. Exchange buffers are `[C, L, B, n, D]`.
+Shapes: B batch, L rows of the sequence on this rank, E input size, D head size, N heads of the whole projection, C
+ranks, n heads of one rank in one stage. Exchange buffers are `[C, L, B, n, D]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
-from upipe_integrations.projections.given import is_there, next_tensor
 from upipe_integrations.projections.head_function import HeadFunction
 from upipe_integrations.projections.heads import HeadRows, add_head_rows, take_heads
 from upipe_integrations.projections.products import add_product, product
 from upipe_integrations.projections.rotary import RotateHalf
+from upipe_integrations.projections.source import Factors, HeadGradient, HeadSource
+from upipe_integrations.projections.structure import HoldsTensors, Totals
 from upipe_integrations.projections.sums import Sum
 from upipe_integrations.schedule import HeadChunk
-
-
-@dataclass(frozen=True)
-class AttentionProjections:
-    """The query, key and value projections of one attention layer."""
-
-    q: Projection
-    k: Projection
-    v: Projection
-
-
-SHARED = 4
-"""How many of ``Projection.tensors`` are those of its weights: the first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class HeadBlock:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(HoldsTensors):
     """A second input of a projection, which adds ``weight @ input`` to what it projects of x.
 
     For adapters: how their input comes from x is the caller's, and differentiated there. Several terms are one, side by
@@ -74,253 +61,269 @@ class LowRank:
         weight: `[rows of the projection's weight, R]`.
     """
 
+    holds = ("input", "weight")
+
     input: Tensor
     weight: Tensor
 
 
 @dataclass(frozen=True)
-class Projection:
-    """A query, key or value projection, and what is done to a head after it.
+class Weights(HoldsTensors):
+    """What a linear layer has; one of these may serve q, k and v, which then share its gradients as well.
 
     Args:
         weight: `[N * D, E]` in checkpoint order, as in ``nn.Linear``.
-        head_dim: D, the size of a head as it is attended.
         bias: `[N * D]` or None.
-        function: applied to the projected heads, or None.
-        rotary: applied after `function`, or None.
-        places: where each head's D rows are in `weight` and `bias`, counted in heads, for a weight that holds more
-            than these heads (a fused query-key-value projection); None is ``0, 1, ...``.
+        low_rank: added to what is projected, or None.
         accumulate_into: a tensor of the weight's shape that the weight's gradient is added to, in that tensor's
             dtype; the weight itself then gets none. None is the usual gradient.
-        block: where `weight` and `bias` have more rows for each head than are projected here; places count such
-            blocks. None is D rows, all of them.
-        columns: the part of x's E that is projected, as wide as the weight; None is all of it.
-        low_rank: added to the projected heads before `function`, or None.
     """
 
+    holds = ("weight", "bias", "low_rank")
+
     weight: Tensor
-    head_dim: int
     bias: Tensor | None = None
+    low_rank: LowRank | None = None
+    accumulate_into: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Projection(HoldsTensors):
+    """A query, key or value projection, and what is done to a head after it.
+
+    Args:
+        weights: of the linear layer.
+        head_dim: D, the size of a head as it is attended.
+        function: applied to the projected heads, or None.
+        rotary: applied after `function`, or None.
+        places: where each head's D rows are in the weight and bias, counted in heads, for a weight that holds more
+            than these heads (a query-key-value layer); None is ``0, 1, ...``.
+        block: where the weight and bias have more rows for each head than are projected here; places count such
+            blocks. None is D rows, all of them.
+        columns: the part of x's E that is projected, as wide as the weight; None is all of it.
+    """
+
+    holds = ("weights", "function", "rotary")
+
+    weights: Weights
+    head_dim: int
     function: HeadFunction | None = None
     rotary: RotateHalf | None = None
     places: tuple[int, ...] | None = None
-    accumulate_into: Tensor | None = None
     block: HeadBlock | None = None
     columns: range | None = None
-    low_rank: LowRank | None = None
 
     @property
     def projected_dim(self) -> int:
         """The size of a head as it is projected: D, or what `function` makes D of."""
         return self.head_dim if self.block is None else len(self.block.rows)
 
-    def tensors(self) -> list[Tensor | None]:
-        """Every tensor read, in the order :meth:`with_tensors` takes and gradients are returned.
-
-        The first ``SHARED`` are those that a fused projection has in common with others.
-        """
-        return [
-            self.weight,
-            self.bias,
-            *((self.low_rank.input, self.low_rank.weight) if self.low_rank else (None, None)),
-            *(self.function.tensors if self.function else ()),
-            *((self.rotary.cos, self.rotary.sin) if self.rotary else ()),
-        ]
-
-    def with_tensors(self, tensors: Iterator[Tensor | None]) -> Projection:
-        """The same projection of other tensors, consumed from `tensors`."""
-        weight, bias, *of_low_rank = itertools.islice(tensors, SHARED)
-        assert weight is not None
-        low_rank = None if self.low_rank is None else LowRank(*map(is_there, of_low_rank))
-        function, rotary = self.function, self.rotary
-        if function is not None:
-            function = dataclasses.replace(function, tensors=tuple(next_tensor(tensors) for _ in function.tensors))
-        if rotary is not None:
-            rotary = dataclasses.replace(rotary, cos=next_tensor(tensors), sin=next_tensor(tensors))
-        return dataclasses.replace(self, weight=weight, bias=bias, low_rank=low_rank, function=function, rotary=rotary)
-
-    def gradient(self, wanted: Iterator[bool]) -> ProjectionGradient:
-        """Zero gradients where `wanted`, consumed in the order of :meth:`tensors`, says so."""
-        return ProjectionGradient.zeros(self, wanted)
-
-    def gradient_beside(self, other: ProjectionGradient, wanted: Iterator[bool]) -> ProjectionGradient:
-        """The same where the first tensors are those of another projection, whose gradients take both's sums.
-
-        `wanted` is of the tensors after these ``SHARED``.
-        """
-        own = ProjectionGradient.zeros(self, itertools.chain((False,) * SHARED, wanted))
-        shared = {name: getattr(other, name) for name in ("weight", "bias", "low_rank_input", "low_rank_weight")}
-        return dataclasses.replace(own, **shared)
+    def at_rows(self, rows: slice) -> Projection:
+        """The projection of some of this rank's rows only: what depends on the row is cut."""
+        low = self.weights.low_rank
+        if low is not None:
+            low = dataclasses.replace(low, input=low.input[:, rows])
+        return dataclasses.replace(
+            self,
+            weights=dataclasses.replace(self.weights, low_rank=low),
+            function=None if self.function is None else self.function.at_rows(rows),
+            rotary=None if self.rotary is None else self.rotary.at_rows(rows),
+        )
 
     def placed(self, heads: HeadRows) -> HeadRows:
         """Where `heads` are in the weight."""
         return heads if self.places is None else tuple(tuple(self.places[i] for i in row) for row in heads)
 
-    def at_rows(self, rows: slice) -> Projection:
-        """The projection of some of this rank's rows only: what depends on the row is cut."""
-        low = self.low_rank
-        return dataclasses.replace(
-            self,
-            low_rank=low and dataclasses.replace(low, input=low.input[:, rows]),
-            function=None if self.function is None else self.function.at_rows(rows),
-            rotary=None if self.rotary is None else self.rotary.at_rows(rows),
-        )
-
-    def shape_of(self, x: Tensor | None) -> tuple[int, int]:
-        """(B, L)."""
-        assert x is not None
-        return x.shape[0], x.shape[1]
-
-    def write(self, x: Tensor | None, chunk: HeadChunk, send: Tensor) -> None:
-        """Write the chunk's heads of `x` `[B, L, E]` to a send buffer `[C, L, B, n, D]` of any strides."""
-        assert x is not None
-        heads = self._project(x, chunk.distinct)
-        if self.function is not None:
-            function = self.function.at_heads(chunk.distinct)
-            heads = function.function(heads, *function.tensors)
-        if chunk.is_replicated:
-            heads = heads.index_select(2, _positions(chunk, x.device))
-        source = send_view(heads, len(chunk.by_rank))
-        if self.rotary is None:
-            send.copy_(source)
-        else:
-            self.rotary.rotate(source, send)
-
     def columns_of(self, x: Tensor) -> Tensor:
         """The part of x `[B, L, E]` that is projected."""
         return x if self.columns is None else x.narrow(2, self.columns.start, len(self.columns))
 
-    def heads_of(self, parameter: Tensor) -> Tensor:
+    def by_head(self, parameter: Tensor) -> Tensor:
         """View of a weight or bias `[places, rows of a head, ...]`."""
         size = self.head_dim if self.block is None else self.block.size
         blocks: Tensor = parameter.unflatten(0, (-1, size))
         return blocks if self.block is None else blocks.narrow(1, self.block.rows.start, len(self.block.rows))
 
-    def _project(self, x: Tensor, heads: HeadRows) -> Tensor:
+    def rows_of(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
+        """The rows of a weight or bias that make `heads`, in the computing precision."""
+        return take_heads(self.by_head(parameter), self.placed(heads), 0).flatten(0, 1).to(dtype)
+
+    def project(self, x: Tensor, heads: HeadRows) -> Tensor:
         """`[B, L, E]` -> `[B, L, heads, projected size]`."""
-        x = self.columns_of(x)
-        bias = self._rows(self.bias, heads, x.dtype) if self.bias is not None else None
-        weight = self._rows(self.weight, heads, x.dtype)
+        weights, x = self.weights, self.columns_of(x)
+        bias = None if weights.bias is None else self.rows_of(weights.bias, heads, x.dtype)
+        weight = self.rows_of(weights.weight, heads, x.dtype)
         if x.shape[0] == 1:  # some rows of a batch of one would be taken for a batched product
             projected = torch.nn.functional.linear(x[0], weight, bias)[None]
         else:
             projected = torch.nn.functional.linear(x, weight, bias)
-        if self.low_rank is not None:
-            self._add_low_rank(self.low_rank, projected.flatten(0, 1), heads)
+        if weights.low_rank is not None:
+            self._add_low_rank(weights.low_rank, projected.flatten(0, 1), heads)
         by_head: Tensor = projected.unflatten(2, (-1, self.projected_dim))
         return by_head
 
     def _add_low_rank(self, low: LowRank, projected: Tensor, heads: HeadRows) -> None:
         """Add the term to projected heads `[B * L, heads * D]`, in place."""
-        rows = low.input.flatten(0, 1)
-        weight = self._rows(low.weight, heads, rows.dtype).t()
-        if rows.dtype == projected.dtype:
-            projected.addmm_(rows, weight)
+        by_token = low.input.flatten(0, 1)
+        weight = self.rows_of(low.weight, heads, by_token.dtype).t()
+        if by_token.dtype == projected.dtype:
+            projected.addmm_(by_token, weight)
         else:
-            projected.add_(rows @ weight)
+            projected.add_(by_token @ weight)
 
-    def _rows(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
-        """The rows of a weight or bias that make `heads`, in the computing precision."""
-        return take_heads(self.heads_of(parameter), self.placed(heads), 0).flatten(0, 1).to(dtype)
-
-    def rows_of_x(self, heads: HeadRows, x: Tensor) -> Tensor:
+    def weight_over_x(self, heads: HeadRows, x: Tensor) -> Tensor:
         """The rows of the weight that make `heads`, over all of x's columns: zero where this reads none."""
-        rows = self._rows(self.weight, heads, x.dtype)
+        rows = self.rows_of(self.weights.weight, heads, x.dtype)
         if self.columns is None:
             return rows
         return torch.nn.functional.pad(rows, (self.columns.start, x.shape[2] - self.columns.stop))
 
 
-@dataclass
-class ProjectionGradient:
-    """Gradients of one :class:`Projection`, accumulated stage by stage; None where none is wanted."""
+@dataclass(frozen=True)
+class AttentionProjections:
+    """The query, key and value projections of one attention layer."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+
+
+@dataclass(frozen=True)
+class ProjectedHeads(HeadSource):
+    """Heads that are projected when a stage needs them.
+
+    Args:
+        projection: of the heads.
+        x: `[B, L, E]`.
+    """
+
+    holds = ("projection", "x")
 
     projection: Projection
-    weight: Tensor | None
-    bias: Tensor | None
-    low_rank_input: Tensor | None
-    low_rank_weight: Tensor | None
-    function: list[Tensor | None] = dataclasses.field(default_factory=list)
-    _weight_rows: Sum = dataclasses.field(default_factory=Sum)
-    _bias_rows: Sum = dataclasses.field(default_factory=Sum)
-    _low_rank_rows: Sum = dataclasses.field(default_factory=Sum)
+    x: Tensor
 
-    @classmethod
-    def zeros(cls, projection: Projection, wanted: Iterator[bool]) -> ProjectionGradient:
-        """Zero gradients where `wanted` (in the order of ``Projection.tensors``) says so."""
-        zeros = [projection.accumulate_into, *[None] * (len(projection.tensors()) - 1)]
-        weight, bias, low_rank_input, low_rank_weight, *rest = [
-            (torch.zeros_like(t) if into is None else into) if want and t is not None else None
-            for into, t, want in zip(zeros, projection.tensors(), wanted, strict=False)
-        ]
-        if low_rank_input is not None:  # [B, L, R] is small
-            low_rank_input = low_rank_input.to(torch.promote_types(low_rank_input.dtype, torch.float32))
-        read = len(projection.function.tensors) if projection.function else 0
-        return cls(projection, weight, bias, low_rank_input, low_rank_weight, rest[:read])
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.projection.head_dim
 
-    def tensors(self) -> list[Tensor | None]:
-        """In the order of ``Projection.tensors``; rotary tables get none."""
-        weight = None if self.projection.accumulate_into is not None else self.weight
-        low, of_input = self.projection.low_rank, self.low_rank_input
-        of_input = of_input.to(low.input.dtype) if low is not None and of_input is not None else None
-        of_rotary = [None, None] if self.projection.rotary else []
-        return [weight, self.bias, of_input, self.low_rank_weight, *self.function, *of_rotary]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L)."""
+        return self.x.shape[0], self.x.shape[1]
 
-    def add(
-        self, received: Tensor, x: Tensor | None, chunk: HeadChunk, rows: slice | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Add what the chunk's gradient `[C, L, B, n, D]` (back from the exchange) contributes.
+    @property
+    def device(self) -> torch.device:
+        """Where x is."""
+        return self.x.device
 
-        `x` is `[B, L, E]`. Returns the factors `[B * L, heads * D]` and `[heads * D, E]` of dx, for
-        :func:`add_products`. With `rows`, `received` and `x` are of these rows only, and weight gradients are
-        collected in float32 until :meth:`end_blocks`.
-        """
-        assert x is not None
-        projection, heads = self.projection, chunk.distinct
+    @property
+    def input(self) -> Tensor:
+        """x."""
+        return self.x
+
+    @property
+    def accumulates(self) -> bool:
+        """See :class:`HeadSource`."""
+        return self.projection.weights.accumulate_into is not None
+
+    def reading(self, x: Tensor) -> ProjectedHeads:
+        """See :class:`HeadSource`."""
+        return ProjectedHeads(self.projection, x)
+
+    def at_rows(self, rows: slice) -> ProjectedHeads:
+        """See :class:`HeadSource`."""
+        return ProjectedHeads(self.projection.at_rows(rows), self.x[:, rows])
+
+    def write(self, chunk: HeadChunk, send: Tensor) -> None:
+        """Project, apply the head function and rotate: `[B, L, E]` -> the chunk's heads in `[C, L, B, n, D]`."""
+        projection = self.projection
+        heads = projection.project(self.x, chunk.distinct)
+        if projection.function is not None:
+            function = projection.function.at_heads(chunk.distinct)
+            heads = function.function(heads, *function.tensors)
+        if chunk.is_replicated:
+            heads = heads.index_select(2, _positions(chunk, heads.device))
+        source = send_view(heads, len(chunk.by_rank))
+        if projection.rotary is None:
+            send.copy_(source)
+        else:
+            projection.rotary.rotate(source, send)
+
+    def gradient(self, totals: Totals) -> ProjectionGradient:
+        """See :class:`HeadSource`."""
+        return ProjectionGradient(self, totals)
+
+
+class ProjectionGradient(HeadGradient):
+    """Gradients of the weights of :class:`ProjectedHeads` and of what their head function reads."""
+
+    def __init__(self, source: ProjectedHeads, totals: Totals) -> None:
+        self._source = source
+        weights, function = source.projection.weights, source.projection.function
+        low = weights.low_rank
+        self._weight = totals.of_weight(weights.weight, weights.accumulate_into)
+        self._bias = totals.of(weights.bias)
+        # Small: it is [B, L, R].
+        self._low_rank_input = None if low is None else totals.of(low.input, _at_least_float32(low.input.dtype))
+        self._low_rank_weight = None if low is None else totals.of(low.weight)
+        self._of_function = [] if function is None else [totals.of(t) for t in function.tensors]
+        self._weight_rows = Sum()
+        self._bias_rows = Sum()
+        self._low_rank_rows = Sum()
+
+    def add(self, received: Tensor, chunk: HeadChunk, rows: slice | None = None) -> Factors:
+        """See :class:`HeadGradient`."""
+        source, heads = self._source, chunk.distinct
         if rows is not None:
-            projection = projection.at_rows(rows)
-        grad = self._grad_of_projected(projection, received, x, chunk, rows)
+            source = source.at_rows(rows)
+        projection, x = source.projection, source.x
+        grad = self._grad_of_projected(source, received, chunk, rows)
         del received
         by_token = grad.flatten(0, 1).flatten(1, 2)
-        dtype = _collecting_dtype(x, rows)
-        if self.weight is not None:
+        dtype = collecting_dtype(x, rows)
+        if self._weight is not None:
             self._weight_rows.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
-        if self.bias is not None:
+        if self._bias is not None:
             self._bias_rows.add_(by_token.sum(0, dtype=dtype))
-        if projection.low_rank is not None:
-            self._add_low_rank(projection, projection.low_rank, by_token, heads, rows)
+        if projection.weights.low_rank is not None:
+            self._add_low_rank(projection, projection.weights.low_rank, by_token, heads, rows)
         if rows is None:
             self.end_blocks(chunk)
-        return by_token, projection.rows_of_x(heads, x)
+        return by_token, projection.weight_over_x(heads, x)
 
     def _add_low_rank(
         self, projection: Projection, low: LowRank, by_token: Tensor, heads: HeadRows, rows: slice | None
     ) -> None:
         """Add to the gradients of the low-rank term of `projection`, whose input is `low`'s."""
         by_token = by_token.to(low.input.dtype)
-        if self.low_rank_weight is not None:
-            dtype = _collecting_dtype(low.input, rows)
+        if self._low_rank_weight is not None:
+            dtype = collecting_dtype(low.input, rows)
             self._low_rank_rows.add_(product(by_token.t(), low.input.flatten(0, 1), dtype))
-        if self.low_rank_input is not None:
-            total = self.low_rank_input if rows is None else self.low_rank_input[:, rows]
-            add_product(total, by_token, projection._rows(low.weight, heads, by_token.dtype), total.dtype)
+        if self._low_rank_input is not None:
+            total = self._low_rank_input if rows is None else self._low_rank_input[:, rows]
+            weight = projection.rows_of(low.weight, heads, by_token.dtype)
+            for of_batch, tokens in zip(total, by_token.chunk(total.shape[0]), strict=True):
+                add_product(of_batch, tokens, weight, total.dtype)
 
     def end_blocks(self, chunk: HeadChunk) -> None:
         """Add what was collected for the chunk to the gradients of weights and bias."""
-        placed = self.projection.placed(chunk.distinct)
+        projection = self._source.projection
+        placed = projection.placed(chunk.distinct)
         for total, collected in (
-            (self.weight, self._weight_rows),
-            (self.bias, self._bias_rows),
-            (self.low_rank_weight, self._low_rank_rows),
+            (self._weight, self._weight_rows),
+            (self._bias, self._bias_rows),
+            (self._low_rank_weight, self._low_rank_rows),
         ):
             if total is not None:
-                add_head_rows(self.projection.heads_of(total), collected.take(), placed)
+                add_head_rows(projection.by_head(total), collected.take(), placed)
 
     def _grad_of_projected(
-        self, projection: Projection, received: Tensor, x: Tensor, chunk: HeadChunk, rows: slice | None
+        self, source: ProjectedHeads, received: Tensor, chunk: HeadChunk, rows: slice | None
     ) -> Tensor:
         """`[C, L, B, n, D]` -> the gradient of the projected heads `[B, L, distinct heads, projected size]`."""
         C, L, B, n, D = received.shape
+        projection = source.projection
         grad = received.new_empty(B, L, C * n, D)
         if projection.rotary is None:
             send_view(grad, C).copy_(received)
@@ -333,25 +336,30 @@ class ProjectionGradient:
         if projection.function is None:
             return grad
         function = projection.function.at_heads(chunk.distinct)
-        projected = projection._project(x, chunk.distinct)
+        projected = projection.project(source.x, chunk.distinct)
         with torch.enable_grad():
             projected = projected.detach().requires_grad_()
             read = [
-                t.detach().requires_grad_(g is not None) for t, g in zip(function.tensors, self.function, strict=True)
+                t.detach().requires_grad_(total is not None)
+                for t, total in zip(function.tensors, self._of_function, strict=True)
             ]
             result = function.function(projected, *read)
         leaves = [projected, *(t for t in read if t.requires_grad)]
         grad, *of_read = torch.autograd.grad(result, leaves, grad, allow_unused=True, materialize_grads=True)
-        function.add_gradient(self.function, iter(of_read), rows, chunk.distinct)
+        function.add_gradient(self._of_function, iter(of_read), rows, chunk.distinct)
         return grad
+
+
+def collecting_dtype(t: Tensor, rows: slice | None) -> torch.dtype:
+    """The dtype in which products with `t` are collected: float32 over blocks of rows."""
+    return t.dtype if rows is None else _at_least_float32(t.dtype)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:
     """Where each head of the exchange buffer is among the chunk's distinct heads."""
     at = {head: i for i, head in enumerate(chunk.distinct[0])}
     return torch.tensor([at[head] for row in chunk.by_rank for head in row], device=device)
-
-
-def _collecting_dtype(t: Tensor, rows: slice | None) -> torch.dtype:
-    """The dtype in which products with `t` are collected: float32 over blocks of rows."""
-    return t.dtype if rows is None else torch.promote_types(t.dtype, torch.float32)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from upipe_integrations.projections.structure import HoldsTensors
+
 
 @dataclass(frozen=True)
-class RotateHalf:
+class RotateHalf(HoldsTensors):
     """Rotary embedding of pairs: ``x * cos + rotate_half(x) * sin``.
 
     Args:
@@ -19,6 +21,8 @@ class RotateHalf:
         interleaved: pairs are neighbours (GPT-J, Megatron's ``rotary_interleaved``) rather than the two halves
             (GPT-NeoX, Llama).
     """
+
+    holds = ("cos", "sin")
 
     cos: Tensor
     sin: Tensor

@@ -3,36 +3,80 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
+from upipe_integrations.projections.products import add_product, pieces, product
+
 _LARGEST = 6
-
-
 _SMALLEST_EXPONENT = -100
+_PIECES_OF_SCALED = 16
+"""Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
 
 
-class Sum:
-    """A sum made in `dtype` (None: the parts'); the first part is taken as it is where it has that dtype."""
+class RunningSum(ABC):
+    """A sum that parts and products are added to."""
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-        self._total: Tensor | None = None
-
+    @abstractmethod
     def add_(self, part: Tensor) -> None:
         """Add a part, which is given away."""
-        self._total = part.to(self._dtype or part.dtype) if self._total is None else self._total.add_(part)
 
+    @abstractmethod
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right``: `left` is `[M, N]`, the sum `[M, K]` or `[B, L, K]` of any strides with M = B * L."""
+
+    @abstractmethod
+    def at_rows(self, rows: slice) -> RunningSum:
+        """The sum of some rows of `[B, L, K]`, as a view of a sum that is not empty."""
+
+    @abstractmethod
     def take(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum in `dtype` (None: as it was made), which is given away."""
+
+
+class Sum(RunningSum):
+    """A sum made in `dtype` (None: the parts'); the first part is taken as it is where it has that dtype.
+
+    Args:
+        dtype: of the sum.
+        total: what it starts from; None is nothing yet.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, total: Tensor | None = None) -> None:
+        self._dtype = dtype
+        self._total = total
+
+    def add_(self, part: Tensor) -> None:
+        """See :class:`RunningSum`."""
+        self._total = part.to(self._dtype or part.dtype) if self._total is None else self._total.add_(part)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """See :class:`RunningSum`."""
+        dtype = self._dtype or left.dtype
+        if self._total is None:
+            if dtype == left.dtype:
+                self._total = left @ right
+                return
+            self._total = left.new_zeros(left.shape[0], right.shape[1], dtype=dtype)
+        batches = [self._total] if self._total.dim() == 2 else list(self._total)
+        for total, part in zip(batches, left.chunk(len(batches)), strict=True):
+            add_product(total, part, right, dtype)
+
+    def at_rows(self, rows: slice) -> Sum:
+        """See :class:`RunningSum`."""
+        assert self._total is not None
+        return Sum(self._dtype, self._total[:, rows])
+
+    def take(self, dtype: torch.dtype | None = None) -> Tensor:
+        """See :class:`RunningSum`."""
         total, self._total = self._total, None
         assert total is not None
         return total.to(dtype or total.dtype)
 
 
-class ScaledSum:
+class ScaledSum(RunningSum):
     """A sum in the memory of one bfloat16 tensor, which rounds eight times finer than bfloat16 does.
 
     It is made in float16: three more bits of mantissa, for a range that gradients do not fit in. So every row (the
@@ -51,35 +95,43 @@ class ScaledSum:
         """Nothing yet, to be summed in the float16 tensor `zeros`."""
         return cls(zeros, zeros.new_full((*zeros.shape[:-1], 1), _SMALLEST_EXPONENT, dtype=torch.int32))
 
-    def __getitem__(self, rows: Any) -> ScaledSum:
-        """The sum of some rows, as a view."""
-        assert self._total is not None and self._exponent is not None
-        return ScaledSum(self._total[rows], self._exponent[rows])
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its shape, once there is something to add to."""
-        assert self._total is not None
-        return self._total.shape
-
     def add_(self, part: Tensor) -> None:
-        """Add a part, which is given away."""
+        """See :class:`RunningSum`."""
         if self._total is None or self._exponent is None:
             empty = ScaledSum.in_place_of(torch.zeros_like(part, dtype=torch.float16))
             self._total, self._exponent = empty._total, empty._exponent
         assert self._total is not None and self._exponent is not None
-        largest = torch.linalg.vector_norm(part, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
-        exponent = torch.frexp(largest.clamp_(min=2.0**_SMALLEST_EXPONENT)).exponent
-        exponent = torch.maximum(self._exponent, exponent)
-        self._total.mul_(_power_of_two(self._exponent - exponent))
-        self._total.add_(part.mul_(_power_of_two(_LARGEST - exponent)))
-        self._exponent.copy_(exponent)
+        _add_scaled(self._total, self._exponent, part)
 
-    def take(self, dtype: torch.dtype) -> Tensor:
-        """The sum in `dtype`, which is given away."""
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """See :class:`RunningSum`; the product is rounded to float32, a piece of it at a time."""
+        assert self._total is not None and self._exponent is not None
+        scaled = (self._total, self._exponent)
+        batches = [scaled] if self._total.dim() == 2 else list(zip(*scaled, strict=True))
+        for (total, exponent), part in zip(batches, left.chunk(len(batches)), strict=True):
+            for piece in pieces(part, _PIECES_OF_SCALED):
+                _add_scaled(total[piece], exponent[piece], product(part[piece], right, torch.float32))
+
+    def at_rows(self, rows: slice) -> ScaledSum:
+        """See :class:`RunningSum`."""
+        assert self._total is not None and self._exponent is not None
+        return ScaledSum(self._total[:, rows], self._exponent[:, rows])
+
+    def take(self, dtype: torch.dtype | None = None) -> Tensor:
+        """See :class:`RunningSum`; None is float32."""
         total, self._total = self._total, None
         assert total is not None and self._exponent is not None
-        return total.to(dtype).mul_(_power_of_two(self._exponent - _LARGEST))
+        return total.to(dtype or torch.float32).mul_(_power_of_two(self._exponent - _LARGEST))
+
+
+def _add_scaled(total: Tensor, exponents: Tensor, part: Tensor) -> None:
+    """Add `part` to rows of a :class:`ScaledSum`, whose exponents rise where a part is larger than all before."""
+    largest = torch.linalg.vector_norm(part, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    exponent = torch.frexp(largest.clamp_(min=2.0**_SMALLEST_EXPONENT)).exponent
+    exponent = torch.maximum(exponents, exponent)
+    total.mul_(_power_of_two(exponents - exponent))
+    total.add_(part.mul_(_power_of_two(_LARGEST - exponent)))
+    exponents.copy_(exponent)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

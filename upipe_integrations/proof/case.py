@@ -112,7 +112,7 @@ def layer_tensors(case: Case) -> dict[str, Tensor]:
     if case.sinks:
         tensors["sinks"] = rand(case.heads)
     width = case.heads * value_dim
-    if case.config().mode.takes_output and not case.partial:
+    if not case.partial:
         tensors["wo"] = rand(size, width, scale=width**-0.5)
         width = size
         if case.bias:

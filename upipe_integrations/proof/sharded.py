@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from upipe_integrations.attention import upipe_attention, upipe_attention_qkv
+from upipe_integrations.engine.call import Staging
 from upipe_integrations.kernels import select_kernel
 from upipe_integrations.projections.head_function import HeadFunction
 from upipe_integrations.projections.output import OutputProjection
-from upipe_integrations.projections.projection import AttentionProjections, Projection
+from upipe_integrations.projections.projection import AttentionProjections, Projection, Weights
 from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.proof.case import Case, angles, layer_tensors
 
@@ -61,7 +62,7 @@ def sharded(case: Case, rank: int) -> dict[str, Tensor]:
 
     def projection(name: str, head_dim: int, rotary: RotateHalf | None) -> Projection:
         norm = HeadFunction(_norm, (leaves[f"{name}_norm"],)) if f"{name}_norm" in leaves else None
-        return Projection(leaves[f"w{name}"], head_dim, leaves.get(f"b{name}"), norm, rotary)
+        return Projection(Weights(leaves[f"w{name}"], leaves.get(f"b{name}")), head_dim, norm, rotary)
 
     projections = AttentionProjections(
         projection("q", case.head_dim, rotary),
@@ -69,25 +70,14 @@ def sharded(case: Case, rank: int) -> dict[str, Tensor]:
         projection("v", case.value_dim or case.head_dim, None),
     )
     kernel = select_kernel(case.kernel, case.request())
-    schedule, group = case.schedule(), dist.group.WORLD
+    staging = Staging(case.schedule(), dist.group.WORLD, kernel, layout=case.layout, mode=case.config().mode)
+    sinks = leaves.get("sinks")
     if case.partial:
         q, k, v = (_all_heads(p, leaves["x"]) for p in (projections.q, projections.k, projections.v))
-        out = upipe_attention_qkv(
-            q, k, v, schedule, group, kernel, case.spec, layout=case.layout, sinks=leaves.get("sinks")
-        ).flatten(2)
+        out = upipe_attention_qkv(q, k, v, staging, case.spec, sinks=sinks).flatten(2)
     else:
-        out = upipe_attention(
-            leaves["x"],
-            projections,
-            schedule,
-            group,
-            kernel,
-            case.spec,
-            layout=case.layout,
-            sinks=leaves.get("sinks"),
-            output=OutputProjection(leaves["wo"], leaves.get("bo")) if "wo" in leaves else None,
-            mode=case.config().mode,
-        )
+        output = OutputProjection(leaves["wo"], leaves.get("bo"))
+        out = upipe_attention(leaves["x"], projections, staging, case.spec, sinks=sinks, output=output)
     out.backward(dout)
     return {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}}
 
@@ -98,7 +88,7 @@ def _norm(heads: Tensor, gain: Tensor) -> Tensor:
 
 def _all_heads(projection: Any, x: Tensor) -> Tensor:
     """Projected, normed and rotated heads `[B, L, N, D]` under autograd: what a caller of the partial form has."""
-    heads: Tensor = torch.nn.functional.linear(x, projection.weight, projection.bias)
+    heads: Tensor = torch.nn.functional.linear(x, projection.weights.weight, projection.weights.bias)
     heads = heads.unflatten(2, (-1, projection.head_dim))
     if projection.function is not None:
         heads = projection.function.function(heads, *projection.function.tensors)

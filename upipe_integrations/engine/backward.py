@@ -1,0 +1,282 @@
+"""The stage loop backward: a stage is sent again, differentiated, and its gradients sent back.
+
+Gradients of weights are written heads by heads as stages come, dx is added up in place. See ``forward`` for what a
+stage is, and for the letters; E is the input size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from upipe_integrations.all_to_all import exchange, reduce_scatter_rows
+from upipe_integrations.engine.attend import OpenKV, OpenKVInTiles, StageAttention
+from upipe_integrations.engine.call import Call
+from upipe_integrations.engine.forward import SavedForBackward, kv_of, queries_of
+from upipe_integrations.engine.travel import (
+    Arriving,
+    HeadsToSend,
+    Saved,
+    Sent,
+    Travel,
+    pieces_of,
+    sum_sent_back,
+    with_all_rows,
+    zero_padding,
+)
+from upipe_integrations.projections.given import GivenHeads
+from upipe_integrations.projections.source import Factors, HeadGradient, HeadSource
+from upipe_integrations.projections.structure import Structure, Totals
+from upipe_integrations.projections.sums import RunningSum, ScaledSum, Sum
+from upipe_integrations.schedule import Stage
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What backward adds gradients to; None where none is wanted."""
+
+    q: HeadGradient
+    k: HeadGradient
+    v: HeadGradient
+    sinks: Tensor | None
+    output: Tensor | None
+
+    @classmethod
+    def of(cls, call: Call, totals: Totals) -> _Gradients:
+        """Zero gradients of what wants one."""
+        output = call.output
+        return cls(
+            call.q.gradient(totals),
+            call.k.gradient(totals),
+            call.v.gradient(totals),
+            totals.of(call.sinks),
+            None if output is None else totals.of_weight(output.weight, output.accumulate_into),
+        )
+
+
+def _gradient_of_heads(call: Call, grad: Tensor) -> HeadSource:
+    """The source of the gradient of the attended heads: `grad` itself, or what it is behind the output projection."""
+    return GivenHeads(grad) if call.output is None else call.output.heads_of(grad, call.v.head_dim)
+
+
+# ---------------------------------------------------------------- a stage at once
+
+
+class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
+    """(K and V where the stage opens them, q and dout and, where it was saved, out) of every stage."""
+
+    def __init__(self, call: Call, grad: Tensor, saved: SavedForBackward | None) -> None:
+        super().__init__(call.staging.schedule.stages, overlap=call.staging.mode.overlap)
+        self._call = call
+        self._dout = _gradient_of_heads(call, grad)
+        self._saved = saved
+
+    def send(self, step: Stage) -> tuple[Arriving | None, list[Arriving]]:
+        """See :class:`Travel`."""
+        call, saved = self._call, self._saved
+        kv, q = kv_of(call, step), queries_of(call, step)
+        others = [HeadsToSend(self._dout, step.q, zero_padding=True)]
+        if saved is not None:
+            others.append(HeadsToSend(GivenHeads(saved.out), step.q))
+        if saved is not None and call.staging.mode.keeps_heads:
+            of_kv = Saved(kv, saved.heads) if kv else None
+            return of_kv, [Saved([q], saved.heads), Sent(others, call)]
+        return Sent(kv, call) if kv else None, [Sent([q, *others], call)]
+
+
+def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _Gradients) -> RunningSum:
+    """dx `[B * L, E]`; adds to `grads`.
+
+    `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `saved` is None where a
+    stage's attention is run again.
+    """
+    staging, output = call.staging, call.output_in_loop
+    if saved is not None and call.output_after is not None and grads.output is not None:
+        call.output_after.add_all_rows(grads.output, saved.out.flatten(2, 3), grad)
+    travel, kv = _BackwardTravel(call, grad, saved), OpenKV(call)
+    dx = Sum(staging.mode.sum_dtype(call.dtype))
+    lses = iter(saved.lses if saved is not None else ())
+
+    for stage in staging.schedule.stages:
+        arriving_kv, arriving = travel.receive()
+        if arriving_kv is not None:
+            kv.open(arriving_kv.heads(), stage)
+        q, dout, *saved_out = (heads for sent in arriving for heads in sent.heads())  # [B, n, S, D or Dv]
+        travel.send_next()
+        attention = StageAttention(call, stage, q.device, grads.sinks)
+        if saved is None:
+            out, lse = attention.forward(q, kv.k, kv.v)
+        else:
+            (out,), lse = saved_out, next(lses)
+        del saved_out
+        dq, dk, dv = attention.backward(dout, q, kv.k, kv.v, out, lse)
+        del q, dout, lse
+        if output is None:
+            del out
+        attention.add_to(kv, dk, dv)
+        del dk, dv
+        if stage.closes_kv:
+            kv.close()
+        dq = pieces_of(dq, staging)  # [C, L, B, n, D]
+        dq = exchange(dq, staging.group)
+        factors = [grads.q.add(dq, stage.q)]
+        del dq
+        if output is not None:
+            if grads.output is not None:
+                out = pieces_of(out, staging)
+                out = exchange(out, staging.group)
+                zero_padding(out, stage.q)
+                rows = output.weight_rows(out, grad, call.dtype)
+                output.add_rows(grads.output, rows, call.v.head_dim, stage.q)
+                del rows
+            del out
+        if stage.closes_kv:
+            factors.append(grads.k.add(sum_sent_back(kv.dk, call), stage.kv))
+            factors.append(grads.v.add(sum_sent_back(kv.dv, call), stage.kv))
+        _add_products(dx, factors)
+        del factors
+    return dx
+
+
+# ---------------------------------------------------------------- a stage in blocks of rows
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of every rank in one stage: K and V travel with the first block, their gradients with the last."""
+
+    stage: Stage
+    rows: slice
+    first: bool
+    last: bool
+
+
+class _BlockTravel(Travel[_Block, tuple[Sent | None, Sent]]):
+    """(K and V where they are opened, q and dout of the block's rows) of every block."""
+
+    def __init__(self, call: Call, grad: Tensor) -> None:
+        rows = call.q.shape[1]
+        size = rows // call.staging.mode.query_blocks
+        self.blocks = [
+            _Block(stage, slice(first, first + size), first == 0, first + size == rows)
+            for stage in call.staging.schedule.stages
+            for first in range(0, rows, size)
+        ]
+        super().__init__(self.blocks, overlap=call.staging.mode.overlap)
+        self._call = call
+        self._dout = _gradient_of_heads(call, grad)
+
+    def send(self, step: _Block) -> tuple[Sent | None, Sent]:
+        """See :class:`Travel`."""
+        call, stage = self._call, step.stage
+        kv = kv_of(call, stage) if step.first else []
+        q = HeadsToSend(call.q.at_rows(step.rows), stage.q)
+        dout = HeadsToSend(self._dout.at_rows(step.rows), stage.q, zero_padding=True)
+        return Sent(kv, call) if kv else None, Sent([q, dout], call)
+
+
+def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningSum:
+    """:func:`_backward` with the output projection in the loop and a stage's queries walked in blocks of rows.
+
+    K and V of a stage are exchanged whole, queries and their gradients a block of every rank's rows at a time. Of the
+    block, the piece that came from rank c is attended by itself. dq and the output take the places of q and dout in the
+    buffer, and travel back in one exchange. dx is `[B, L, E]`.
+    """
+    staging, output = call.staging, call.output
+    assert output is not None
+    C, L = staging.schedule.ranks, call.q.shape[1]
+    dx = _sum_over_blocks(call)
+    travel, kv = _BlockTravel(call, grad), OpenKVInTiles(call)
+    output_rows = Sum()
+
+    for block in travel.blocks:
+        stage, rows = block.stage, block.rows
+        arriving_kv, arriving = travel.receive()
+        if arriving_kv is not None:
+            kv.open(arriving_kv.heads())
+        pieces = arriving.pieces()  # [C, rows, B, n of q and n of dout, D]
+        travel.send_next()
+        n = stage.q.per_rank
+        attention = StageAttention(call, stage, pieces.device, grads.sinks)
+        for c in range(C):
+            start = staging.layout.row_of(c, rows.start, L * C, C)
+            q, dout = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))
+            dq, out = attention.piece_backward(dout, q, kv, start)
+            q.copy_(dq)
+            dout.copy_(out)
+            del q, dout, dq, out
+        pieces = exchange(pieces, staging.group)
+        dq, out = pieces.split([n, n], 3)
+        _add_products(dx.at_rows(rows), [grads.q.add(dq, stage.q, rows)])
+        if grads.output is not None:
+            zero_padding(out, stage.q)
+            at_least_float32 = torch.promote_types(call.dtype, torch.float32)
+            output_rows.add_(output.weight_rows(out, grad[:, rows], at_least_float32))
+        del pieces, dq, out
+        if not block.last:
+            continue
+        grads.q.end_blocks(stage.q)
+        if grads.output is not None:
+            output.add_rows(grads.output, output_rows.take(), call.v.head_dim, stage.q)
+        if stage.closes_kv:
+            kv.close()
+            factors = [grads.k.add(sum_sent_back(kv.dk, call), stage.kv)]
+            factors.append(grads.v.add(sum_sent_back(kv.dv, call), stage.kv))
+            _add_products(dx, factors)
+            del factors
+    return dx
+
+
+def _sum_over_blocks(call: Call) -> RunningSum:
+    """dx `[B, L, E]`, zero so far.
+
+    A stage adds to it once for every block and once more, which in bfloat16 would tell.
+    """
+    dtype, x = call.staging.mode.sum_dtype(call.dtype), call.q.input
+    assert x is not None
+    if dtype == torch.bfloat16:
+        return ScaledSum.in_place_of(x.new_zeros(x.shape, dtype=torch.float16))
+    return Sum(dtype, x.new_zeros(x.shape, dtype=dtype))
+
+
+def _add_products(dx: RunningSum, factors: Sequence[Factors | None]) -> None:
+    """Add several products to dx as one: a sum in the compute dtype rounds once, not once for each."""
+    given = [pair for pair in factors if pair is not None]
+    if len(given) == 1:
+        dx.add_product(*given[0])
+    elif given:
+        dx.add_product(torch.cat([left for left, _ in given], 1), torch.cat([right for _, right in given], 0))
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def run_backward(
+    structure: Structure[Call], tensors: Sequence[Tensor], grad: Tensor, kept: list[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of each of the call's tensors, where `wanted` says so.
+
+    `grad` is of the result, after the output projection if there is one. `kept` is what was attended and what else
+    ``run_forward`` returned, where the mode keeps it, and is emptied, so that heads are freed stage by stage.
+    """
+    call = structure.with_tensors(tensors)
+    output, x, staging = call.output, call.q.input, call.staging
+    totals = Totals(tensors, wanted)
+    if output is not None and output.bias is not None and totals.wants(output.bias):
+        totals.add(output.bias, grad.flatten(0, -2).sum(0).to(output.bias.dtype))
+    with torch.autocast(call.q.device.type, enabled=False):
+        call = with_all_rows(call)
+        grads = _Gradients.of(call, totals)
+        grad = grad.to(call.dtype) if output is not None else grad.unflatten(2, (staging.schedule.heads, -1))
+        if staging.mode.query_blocks > 1:
+            dx = _backward_in_blocks(call, grad, grads)
+        else:
+            dx = _backward(call, grad, SavedForBackward.of(call, kept) if kept else None, grads)
+    del call, grads
+    if x is not None:
+        whole = dx.take(x.dtype).view(x.shape[0], -1, x.shape[2])
+        totals.add(x, reduce_scatter_rows(whole, staging.x_group))
+    return totals.take()
