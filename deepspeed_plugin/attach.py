@@ -119,8 +119,8 @@ def attach(
         if mrope and "pixel_values" in takes:
             guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
     vision = [module for module in model.modules() if is_vision(module) and attend_locally(module, ulysses)]
-    given_output = all(fact.family.takes_output(layers[name], config.mode) for name, fact in facts.items())
-    summary = _summary(facts, schedules, sorted(kernels), dtype, config, given_output=given_output)
+    with_output = all(fact.family.takes_output(layers[name], config.mode) for name, fact in facts.items())
+    summary = _summary(facts, schedules, sorted(kernels), dtype, config, with_output=with_output)
     return Attachment(summary, layers, guards, vision)
 
 
@@ -199,12 +199,12 @@ def _summary(
     dtype: torch.dtype,
     config: UPipeConfig,
     *,
-    given_output: bool,
+    with_output: bool,
 ) -> str:
     """The line that is logged; layers that differ from the first are counted, not described."""
     fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
     shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
-    peaks = upipe_peak(shape, schedule, config.mode, given_output=given_output), ulysses_peak(shape, schedule.ranks)
+    peaks = upipe_peak(shape, schedule, config.mode, with_output=with_output), ulysses_peak(shape, schedule.ranks)
     ours, theirs = (peak.gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize) for peak in peaks)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))

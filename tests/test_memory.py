@@ -128,8 +128,8 @@ def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
 def _upipe_peaks(layer: LayerShape, schedule: Schedule, mode_name: str) -> tuple[PeakUnits, PeakUnits]:
     mode, given = MODES[mode_name], "outside" not in mode_name
     return (
-        measured_upipe_peak(layer, schedule, mode, TOKENS, given_output=given),
-        upipe_peak(layer, schedule, mode, given_output=given),
+        measured_upipe_peak(layer, schedule, mode, TOKENS, with_output=given),
+        upipe_peak(layer, schedule, mode, with_output=given),
     )
 
 

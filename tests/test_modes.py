@@ -54,7 +54,7 @@ def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, floa
                 layer = make_layer(heads, kv_heads, seq=24, batch=3, output=True, **FEATURES.get(feature, {}))
                 layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
                 wanted = reference(layer)
-                for outside in (False, True) if mode.keeps_output else (False,):
+                for outside in (False,) if mode.output_in_loop else (False, True):
                     got = run_sharded(layer, C, dist.group.WORLD, kernel, layout=layout, mode=mode, outside=outside)
                     worst[feature, name, heads, outside] = max(relative_errors(got, wanted).values())
     return worst
@@ -270,7 +270,6 @@ def test_sums_over_stages_and_blocks_lose_nothing_to_one_stage_in_bf16():
     ("mode", "output", "message"),
     [
         ("fused", False, r"memory mode 'fused' without an output projection: .*Pass output="),
-        ("recompute", True, r"memory mode 'recompute' with an output projection"),
         ("fused", "narrow", r"output weight of shape \(28, 60\): must be \[output size, 64\], 8 heads of 8"),
     ],
 )

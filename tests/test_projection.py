@@ -272,7 +272,7 @@ def test_keys_and_values_in_one_weight_of_a_part_of_x():
         ({"columns": range(0, 16, 2)}, r"k columns .* must be consecutive"),
         ({"columns": range(8)}, r"k weight of shape \(24, 16\): must be \(24, 8\)"),
         ({"block": HeadBlock(12, range(D))}, r"k weight of shape \(24, 16\): must be \(36, 16\), 3 heads of 12"),
-        ({"block": HeadBlock(8, range(2, D))}, r"k block of 6 rows for heads of 8: .* or a function"),
+        ({"block": HeadBlock(8, range(2, D))}, r"k block of 6 features for heads of 8: .* or a function"),
     ],
 )
 def test_blocks_and_columns_that_do_not_fit_are_refused(changes, message):
@@ -284,8 +284,8 @@ def test_blocks_and_columns_that_do_not_fit_are_refused(changes, message):
 
 
 @pytest.mark.parametrize("rows", [range(0), range(4, 2), range(0, 4, 2), range(2, 9), range(-1, 3)])
-def test_rows_outside_of_their_block_are_refused(rows):
-    with pytest.raises(ValueError, match=r"of a block of 8: must be consecutive rows"):
+def test_features_outside_of_their_block_are_refused(rows):
+    with pytest.raises(ValueError, match=r"of a block of 8: must be consecutive ones"):
         HeadBlock(8, rows)
 
 

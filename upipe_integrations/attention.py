@@ -136,7 +136,7 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
         size = projection.head_dim if projection.block is None else projection.block.size
         if projection.projected_dim != projection.head_dim and projection.function is None:
             raise ValueError(
-                f"{name} block of {projection.projected_dim} rows for heads of {projection.head_dim}: must have as "
+                f"{name} block of {projection.projected_dim} features for heads of {projection.head_dim}: must have as "
                 "many, or a function that makes heads of that size of them."
             )
         columns = projection.columns or range(x.shape[2])
@@ -172,13 +172,13 @@ def _check_projections(x: Tensor, rows: int, projections: AttentionProjections, 
                 )
 
 
-def _check_low_rank(name: str, low: LowRank, weight_rows: int, shape: tuple[int, int]) -> None:
-    of_input, of_weight = tuple(low.input.shape), tuple(low.weight.shape)
-    rank = of_input[-1] if of_input else 0
-    if of_input != (*shape, rank) or of_weight != (weight_rows, rank):
+def _check_low_rank(name: str, low: LowRank, features: int, shape: tuple[int, int]) -> None:
+    input_shape, weight_shape = tuple(low.input.shape), tuple(low.weight.shape)
+    rank = input_shape[-1] if input_shape else 0
+    if input_shape != (*shape, rank) or weight_shape != (features, rank):
         raise ValueError(
-            f"{name} low-rank term with an input of shape {of_input} and a weight of shape {of_weight}: must be "
-            f"{(*shape, 'R')}, this rank's rows, and {(weight_rows, 'R')}, as the projection's weight."
+            f"{name} low-rank term with an input of shape {input_shape} and a weight of shape {weight_shape}: must be "
+            f"{(*shape, 'R')}, this rank's rows, and {(features, 'R')}, as the projection's weight."
         )
     if not (low.input.is_floating_point() and low.weight.is_floating_point()):
         raise ValueError(f"{name} low-rank term of {low.input.dtype} and {low.weight.dtype}: must be floating point.")
@@ -283,8 +283,8 @@ def _apply(call: Call) -> Tensor:
 
 def _accumulates(call: Call) -> bool:
     """Whether a weight's gradient is added to a tensor of the caller's, which a graph can't do."""
-    of_output = call.output is not None and call.output.accumulate_into is not None
-    return of_output or call.q.accumulates or call.k.accumulates or call.v.accumulates
+    into_output = call.output is not None and call.output.accumulate_into is not None
+    return into_output or call.q.accumulates or call.k.accumulates or call.v.accumulates
 
 
 # torch.compiler.disable, without importing the compiler.

@@ -71,9 +71,9 @@ class TileSum:
     """A sum of gradients of `heads` `[B, v, S, D]`, which lies in memory as they do: `[S, B, v, D]`."""
 
     def __init__(self, heads: Tensor, dtype: torch.dtype) -> None:
-        by_row = heads.permute(2, 0, 1, 3)
+        S_first = heads.permute(2, 0, 1, 3)
         self.dtype = dtype
-        self._total = by_row.new_zeros(by_row.shape, dtype=dtype).permute(1, 2, 0, 3)
+        self._total = S_first.new_zeros(S_first.shape, dtype=dtype).permute(1, 2, 0, 3)
 
     def add_(self, tile: slice, part: Tensor, pairing: Tensor | None) -> None:
         """Add to the keys of `tile`; `pairing` says which of the heads each of the part's is."""

@@ -82,8 +82,8 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
         if saved is not None:
             others.append(HeadsToSend(GivenHeads(saved.out), step.q))
         if saved is not None and call.staging.mode.keeps_heads:
-            of_kv = Saved(kv, saved.heads) if kv else None
-            return of_kv, [Saved([q], saved.heads), Sent(others, call)]
+            saved_kv = Saved(kv, saved.heads) if kv else None
+            return saved_kv, [Saved([q], saved.heads), Sent(others, call)]
         return Sent(kv, call) if kv else None, [Sent([q, *others], call)]
 
 
@@ -129,9 +129,9 @@ def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _
                 out = pieces_of(out, staging)
                 out = exchange(out, staging.group)
                 zero_padding(out, stage.q)
-                rows = output.weight_rows(out, grad, call.dtype)
-                output.add_rows(grads.output, rows, call.v.head_dim, stage.q)
-                del rows
+                dw = output.weight_gradient(out, grad, call.dtype)
+                output.add_weight_gradient(grads.output, dw, call.v.head_dim, stage.q)
+                del dw
             del out
         if stage.closes_kv:
             factors.append(grads.k.add(sum_sent_back(kv.dk, call), stage.kv))
@@ -190,7 +190,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
     C, L = staging.schedule.ranks, call.q.shape[1]
     dx = _sum_over_blocks(call)
     travel, kv = _BlockTravel(call, grad), OpenKVInTiles(call)
-    output_rows = Sum()
+    dw = Sum()
 
     for block in travel.blocks:
         stage, rows = block.stage, block.rows
@@ -214,13 +214,13 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
         if grads.output is not None:
             zero_padding(out, stage.q)
             at_least_float32 = torch.promote_types(call.dtype, torch.float32)
-            output_rows.add_(output.weight_rows(out, grad[:, rows], at_least_float32))
+            dw.add_(output.weight_gradient(out, grad[:, rows], at_least_float32))
         del pieces, dq, out
         if not block.last:
             continue
         grads.q.end_blocks(stage.q)
         if grads.output is not None:
-            output.add_rows(grads.output, output_rows.take(), call.v.head_dim, stage.q)
+            output.add_weight_gradient(grads.output, dw.take(), call.v.head_dim, stage.q)
         if stage.closes_kv:
             kv.close()
             factors = [grads.k.add(sum_sent_back(kv.dk, call), stage.kv)]

@@ -154,8 +154,8 @@ def _setup_context(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tens
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None]:
     saved = list(ctx.saved_tensors)
     tensors, kept = saved[: ctx.read], saved[ctx.read :]
-    of_wanted = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))
-    return [next(of_wanted) if want else None for want in ctx.wanted], None
+    wanted_grads = iter(torch.ops.upipe.attention_backward(grads[0], tensors, kept, ctx.wanted, ctx.number))
+    return [next(wanted_grads) if want else None for want in ctx.wanted], None
 
 
 _attention_in_graph.register_autograd(_backward, setup_context=_setup_context)

@@ -3,7 +3,7 @@
 Traced code may look up packages on disk or keep a registry only in a function that is run then and there, with its
 result a constant of the graph. PyTorch has a mark for those (``torch.compiler.assume_constant_result``); what they
 are given must be constants too, or objects from outside. Dataclasses made by the traced code are neither, so they are
-handed over in parts and put together again.
+handed over flat and built again.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ def run_while_tracing(function: Callable[..., _R], *args: Any) -> _R:
     """
     if not torch.compiler.is_compiling():
         return function(*args)
-    result: _R = _call_with_parts(function, *_parts(args, []))
+    result: _R = _call_with_flat(function, *_flat(args, []))
     return result
 
 
-def _call_with_parts(function: Callable[..., _R], *parts: Any) -> _R:
-    return function(*_made(iter(parts)))
+def _call_with_flat(function: Callable[..., _R], *flat: Any) -> _R:
+    return function(*_rebuilt(iter(flat)))
 
 
 # The mark, without the second that importing the compiler would add to importing this module.
-_call_with_parts._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_call_with_flat._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _parts(value: Any, into: list[Any]) -> list[Any]:
-    """`into` with what `value` is made of, in the order in which :func:`_made` puts it together again."""
+def _flat(value: Any, into: list[Any]) -> list[Any]:
+    """`into` with what `value` is made of, in the order in which :func:`_rebuilt` builds it again."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         into.append(type(value))
         for field in dataclasses.fields(value):
             if field.init:
-                _parts(getattr(value, field.name), into)
+                _flat(getattr(value, field.name), into)
     elif isinstance(value, tuple):
         into += [tuple, len(value)]
         for item in value:
-            _parts(item, into)
+            _flat(item, into)
     # Tracing takes a number that was another one before for a variable; so read, it is a constant.
     elif isinstance(value, int) and not isinstance(value, bool):
         into.append(range(value).stop)
@@ -59,11 +59,11 @@ def _parts(value: Any, into: list[Any]) -> list[Any]:
     return into
 
 
-def _made(parts: Iterator[Any]) -> Any:
-    kind = next(parts)
+def _rebuilt(flat: Iterator[Any]) -> Any:
+    kind = next(flat)
     if kind is tuple:
-        return tuple([_made(parts) for _ in range(next(parts))])
+        return tuple([_rebuilt(flat) for _ in range(next(flat))])
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return kind(*[_made(parts) for field in dataclasses.fields(kind) if field.init])
+        return kind(*[_rebuilt(flat) for field in dataclasses.fields(kind) if field.init])
     # A process group comes in a wrapper, as an object that is not looked into.
     return getattr(kind, "real_obj", kind)

@@ -69,11 +69,11 @@ def ring_peak(layer: LayerShape, ranks: int) -> PeakUnits:
 
 
 def upipe_peak(
-    layer: LayerShape, schedule: Schedule, mode: Mode | None = None, *, given_output: bool = True
+    layer: LayerShape, schedule: Schedule, mode: Mode | None = None, *, with_output: bool = True
 ) -> PeakUnits:
     """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass.
 
-    `given_output`: whether the call has the output projection, in modes that may have it or not.
+    `with_output`: whether the call has the output projection, in modes that may have it or not.
     """
     mode = mode or Mode()
     h, _, chi = _per_rank(layer, schedule.ranks)
@@ -82,7 +82,7 @@ def upipe_peak(
         _StageSizes.of(stage, after if mode.overlap else None)
         for stage, after in zip_longest(schedule.stages, schedule.stages[1:])
     ]
-    after = mode.keeps_output and given_output
+    after = mode.keeps_output and with_output
     forward = _forward_peak(stages, mode, h, chi, lse, after)
     return PeakUnits(forward, _training_peak(stages, mode, h, chi, schedule.ranks, after))
 

@@ -160,7 +160,7 @@ def attention_units(method: Method, shape: LayerShape, setup: Setup) -> _Units:
     mode = method.config.mode
     out = 0 if mode.output_in_loop else h
     more = (lse if mode.keeps_output else 0) + (received_heads(schedule) if mode.keeps_heads else 0)
-    peak = upipe_peak(shape, schedule, mode, given_output=setup.plain_output).training
+    peak = upipe_peak(shape, schedule, mode, with_output=setup.plain_output).training
     return _Units(peak, out + more, (out or chi) + more)
 
 

@@ -93,10 +93,10 @@ def measured_peak(
 
 
 def measured_upipe_peak(
-    shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int, *, given_output: bool = True
+    shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int, *, with_output: bool = True
 ) -> PeakUnits:
-    """:func:`measured_peak` of the engine; `given_output` as in ``memory.upipe_peak``."""
-    projects = mode.output_in_loop or (mode.keeps_output and given_output)
+    """:func:`measured_peak` of the engine; `with_output` as in ``memory.upipe_peak``."""
+    projects = mode.output_in_loop or (mode.keeps_output and with_output)
 
     def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         D, rotary = shape.head_dim, RotateHalf(cos, sin)

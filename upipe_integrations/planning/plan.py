@@ -138,7 +138,7 @@ class Plan:
                         continue
                     schedule, mode = self._schedule(method.config), method.config.mode
                     weights = weight_gradients(self.shape, tokens, schedule, mode)
-                    given = {"given_output": self.setup.plain_output}
+                    given = {"with_output": self.setup.plain_output}
                     form = upipe_peak(self.shape, schedule, mode, **given).training + weights
                     measured = measured_upipe_peak(self.shape, schedule, mode, tokens, **given).training
                     yield Traced(method, tokens, form * gib, measured * gib)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upipe_integrations.projections.heads import HeadRows, add_heads, take_heads
+from upipe_integrations.projections.heads import HeadLists, add_heads, take_heads
 from upipe_integrations.projections.structure import HoldsTensors
 
 
@@ -50,13 +50,13 @@ class HeadFunction(HoldsTensors):
         cut = tuple(t[:, rows] if i in self.by_row else t for i, t in enumerate(self.tensors))
         return dataclasses.replace(self, tensors=cut)
 
-    def at_heads(self, heads: HeadRows) -> HeadFunction:
+    def at_heads(self, heads: HeadLists) -> HeadFunction:
         """The function of some heads only."""
         cut = tuple(take_heads(t, heads, 0) if i in self.by_head else t for i, t in enumerate(self.tensors))
         return dataclasses.replace(self, tensors=cut)
 
     def add_gradient(
-        self, totals: Sequence[Tensor | None], parts: Iterator[Tensor], rows: slice | None, heads: HeadRows
+        self, totals: Sequence[Tensor | None], parts: Iterator[Tensor], rows: slice | None, heads: HeadLists
     ) -> None:
         """Add gradients of some rows' and heads' tensors (a part for each total that is there) to the totals."""
         for i, total in enumerate(totals):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upipe_integrations.projections.heads import add_head_rows
+from upipe_integrations.projections.heads import add_head_weights
 from upipe_integrations.projections.products import add_product, product
 from upipe_integrations.projections.projection import ProjectedHeads, Projection, Weights
 from upipe_integrations.projections.structure import HoldsTensors
@@ -46,16 +46,16 @@ class OutputProjection(HoldsTensors):
 
         Repeated heads must be zero.
         """
-        weight = self._from_y(received.shape[4]).rows_of(self.weight.t(), chunk.by_rank, received.dtype)
+        weight = self._from_y(received.shape[4]).slice_of(self.weight.t(), chunk.by_rank, received.dtype)
         y.add_product(_by_token(received), weight)
 
-    def weight_rows(self, received: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    def weight_gradient(self, received: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
         """What the chunk's attended heads and dy `[B, L, Y]` contribute to the weight: `[C * n * Dv, Y]`."""
         return product(_by_token(received).t(), dy.flatten(0, 1), dtype)
 
-    def add_rows(self, total: Tensor, rows: Tensor, head_dim: int, chunk: HeadChunk) -> None:
-        """Add such rows to the weight's gradient `total` `[Y, H * Dv]`."""
-        add_head_rows(self._from_y(head_dim).by_head(total.t()), rows, chunk.by_rank)
+    def add_weight_gradient(self, total: Tensor, gradient: Tensor, head_dim: int, chunk: HeadChunk) -> None:
+        """Add what :meth:`weight_gradient` gave to the weight's gradient `total` `[Y, H * Dv]`."""
+        add_head_weights(self._from_y(head_dim).by_head(total.t()), gradient, chunk.by_rank)
 
     # ---- after it
 

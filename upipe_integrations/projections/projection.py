@@ -20,7 +20,7 @@ from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
 from upipe_integrations.projections.head_function import HeadFunction
-from upipe_integrations.projections.heads import HeadRows, add_head_rows, take_heads
+from upipe_integrations.projections.heads import HeadLists, add_head_weights, take_heads
 from upipe_integrations.projections.products import add_product, product
 from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.projections.source import Factors, HeadGradient, HeadSource
@@ -31,22 +31,22 @@ from upipe_integrations.schedule import HeadChunk
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """Which rows of its block a head is, in a weight that holds more for each head (keys and values side by side).
+    """What of its block a head is, in a weight that holds more for each head (keys and values side by side).
 
     Args:
-        size: rows of a block.
-        rows: those of them that are projected.
+        size: output features of a block.
+        features: those of them that are projected.
 
     Raises:
-        ValueError: `rows` are not consecutive rows of a block.
+        ValueError: `features` are not consecutive features of a block.
     """
 
     size: int
-    rows: range
+    features: range
 
     def __post_init__(self) -> None:
-        if self.rows.step != 1 or not 0 <= self.rows.start < self.rows.stop <= self.size:
-            raise ValueError(f"rows {self.rows} of a block of {self.size}: must be consecutive rows of it.")
+        if self.features.step != 1 or not 0 <= self.features.start < self.features.stop <= self.size:
+            raise ValueError(f"features {self.features} of a block of {self.size}: must be consecutive ones of it.")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LowRank(HoldsTensors):
 
     Args:
         input: `[B, L, R]`, this rank's rows; its gradient is summed over stages in float32.
-        weight: `[rows of the projection's weight, R]`.
+        weight: `[output features of the projection, R]`.
     """
 
     holds = ("input", "weight")
@@ -96,10 +96,10 @@ class Projection(HoldsTensors):
         head_dim: D, the size of a head as it is attended.
         function: applied to the projected heads, or None.
         rotary: applied after `function`, or None.
-        places: where each head's D rows are in the weight and bias, counted in heads, for a weight that holds more
-            than these heads (a query-key-value layer); None is ``0, 1, ...``.
-        block: where the weight and bias have more rows for each head than are projected here; places count such
-            blocks. None is D rows, all of them.
+        places: where each head's D output features are in the weight and bias, counted in heads, for a weight that
+            holds more than these heads (a query-key-value layer); None is ``0, 1, ...``.
+        block: where the weight and bias have more features for each head than are projected here; places count such
+            blocks. None is D of them, all.
         columns: the part of x's E that is projected, as wide as the weight; None is all of it.
     """
 
@@ -116,7 +116,7 @@ class Projection(HoldsTensors):
     @property
     def projected_dim(self) -> int:
         """The size of a head as it is projected: D, or what `function` makes D of."""
-        return self.head_dim if self.block is None else len(self.block.rows)
+        return self.head_dim if self.block is None else len(self.block.features)
 
     def at_rows(self, rows: slice) -> Projection:
         """The projection of some of this rank's rows only: what depends on the row is cut."""
@@ -130,7 +130,7 @@ class Projection(HoldsTensors):
             rotary=None if self.rotary is None else self.rotary.at_rows(rows),
         )
 
-    def placed(self, heads: HeadRows) -> HeadRows:
+    def placed(self, heads: HeadLists) -> HeadLists:
         """Where `heads` are in the weight."""
         return heads if self.places is None else tuple(tuple(self.places[i] for i in row) for row in heads)
 
@@ -139,20 +139,20 @@ class Projection(HoldsTensors):
         return x if self.columns is None else x.narrow(2, self.columns.start, len(self.columns))
 
     def by_head(self, parameter: Tensor) -> Tensor:
-        """View of a weight or bias `[places, rows of a head, ...]`."""
+        """View of a weight or bias `[places, features of a head, ...]`."""
         size = self.head_dim if self.block is None else self.block.size
         blocks: Tensor = parameter.unflatten(0, (-1, size))
-        return blocks if self.block is None else blocks.narrow(1, self.block.rows.start, len(self.block.rows))
+        return blocks if self.block is None else blocks.narrow(1, self.block.features.start, len(self.block.features))
 
-    def rows_of(self, parameter: Tensor, heads: HeadRows, dtype: torch.dtype) -> Tensor:
-        """The rows of a weight or bias that make `heads`, in the computing precision."""
+    def slice_of(self, parameter: Tensor, heads: HeadLists, dtype: torch.dtype) -> Tensor:
+        """What of a weight or bias makes `heads`, in the computing precision."""
         return take_heads(self.by_head(parameter), self.placed(heads), 0).flatten(0, 1).to(dtype)
 
-    def project(self, x: Tensor, heads: HeadRows) -> Tensor:
+    def project(self, x: Tensor, heads: HeadLists) -> Tensor:
         """`[B, L, E]` -> `[B, L, heads, projected size]`."""
         weights, x = self.weights, self.columns_of(x)
-        bias = None if weights.bias is None else self.rows_of(weights.bias, heads, x.dtype)
-        weight = self.rows_of(weights.weight, heads, x.dtype)
+        bias = None if weights.bias is None else self.slice_of(weights.bias, heads, x.dtype)
+        weight = self.slice_of(weights.weight, heads, x.dtype)
         if x.shape[0] == 1:  # some rows of a batch of one would be taken for a batched product
             projected = torch.nn.functional.linear(x[0], weight, bias)[None]
         else:
@@ -162,21 +162,21 @@ class Projection(HoldsTensors):
         by_head: Tensor = projected.unflatten(2, (-1, self.projected_dim))
         return by_head
 
-    def _add_low_rank(self, low: LowRank, projected: Tensor, heads: HeadRows) -> None:
+    def _add_low_rank(self, low: LowRank, projected: Tensor, heads: HeadLists) -> None:
         """Add the term to projected heads `[B * L, heads * D]`, in place."""
         by_token = low.input.flatten(0, 1)
-        weight = self.rows_of(low.weight, heads, by_token.dtype).t()
+        weight = self.slice_of(low.weight, heads, by_token.dtype).t()
         if by_token.dtype == projected.dtype:
             projected.addmm_(by_token, weight)
         else:
             projected.add_(by_token @ weight)
 
-    def weight_over_x(self, heads: HeadRows, x: Tensor) -> Tensor:
-        """The rows of the weight that make `heads`, over all of x's columns: zero where this reads none."""
-        rows = self.rows_of(self.weights.weight, heads, x.dtype)
+    def weight_over_x(self, heads: HeadLists, x: Tensor) -> Tensor:
+        """What of the weight makes `heads`, over all of x's columns: zero where this reads none."""
+        weight = self.slice_of(self.weights.weight, heads, x.dtype)
         if self.columns is None:
-            return rows
-        return torch.nn.functional.pad(rows, (self.columns.start, x.shape[2] - self.columns.stop))
+            return weight
+        return torch.nn.functional.pad(weight, (self.columns.start, x.shape[2] - self.columns.stop))
 
 
 @dataclass(frozen=True)
@@ -267,10 +267,10 @@ class ProjectionGradient(HeadGradient):
         # Small: it is [B, L, R].
         self._low_rank_input = None if low is None else totals.of(low.input, _at_least_float32(low.input.dtype))
         self._low_rank_weight = None if low is None else totals.of(low.weight)
-        self._of_function = [] if function is None else [totals.of(t) for t in function.tensors]
-        self._weight_rows = Sum()
-        self._bias_rows = Sum()
-        self._low_rank_rows = Sum()
+        self._function_totals = [] if function is None else [totals.of(t) for t in function.tensors]
+        self._weight_sum = Sum()
+        self._bias_sum = Sum()
+        self._low_rank_sum = Sum()
 
     def add(self, received: Tensor, chunk: HeadChunk, rows: slice | None = None) -> Factors:
         """See :class:`HeadGradient`."""
@@ -283,9 +283,9 @@ class ProjectionGradient(HeadGradient):
         by_token = grad.flatten(0, 1).flatten(1, 2)
         dtype = collecting_dtype(x, rows)
         if self._weight is not None:
-            self._weight_rows.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
+            self._weight_sum.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
         if self._bias is not None:
-            self._bias_rows.add_(by_token.sum(0, dtype=dtype))
+            self._bias_sum.add_(by_token.sum(0, dtype=dtype))
         if projection.weights.low_rank is not None:
             self._add_low_rank(projection, projection.weights.low_rank, by_token, heads, rows)
         if rows is None:
@@ -293,30 +293,30 @@ class ProjectionGradient(HeadGradient):
         return by_token, projection.weight_over_x(heads, x)
 
     def _add_low_rank(
-        self, projection: Projection, low: LowRank, by_token: Tensor, heads: HeadRows, rows: slice | None
+        self, projection: Projection, low: LowRank, by_token: Tensor, heads: HeadLists, rows: slice | None
     ) -> None:
         """Add to the gradients of the low-rank term of `projection`, whose input is `low`'s."""
         by_token = by_token.to(low.input.dtype)
         if self._low_rank_weight is not None:
             dtype = collecting_dtype(low.input, rows)
-            self._low_rank_rows.add_(product(by_token.t(), low.input.flatten(0, 1), dtype))
+            self._low_rank_sum.add_(product(by_token.t(), low.input.flatten(0, 1), dtype))
         if self._low_rank_input is not None:
             total = self._low_rank_input if rows is None else self._low_rank_input[:, rows]
-            weight = projection.rows_of(low.weight, heads, by_token.dtype)
-            for of_batch, tokens in zip(total, by_token.chunk(total.shape[0]), strict=True):
-                add_product(of_batch, tokens, weight, total.dtype)
+            weight = projection.slice_of(low.weight, heads, by_token.dtype)
+            for batch, tokens in zip(total, by_token.chunk(total.shape[0]), strict=True):
+                add_product(batch, tokens, weight, total.dtype)
 
     def end_blocks(self, chunk: HeadChunk) -> None:
         """Add what was collected for the chunk to the gradients of weights and bias."""
         projection = self._source.projection
         placed = projection.placed(chunk.distinct)
         for total, collected in (
-            (self._weight, self._weight_rows),
-            (self._bias, self._bias_rows),
-            (self._low_rank_weight, self._low_rank_rows),
+            (self._weight, self._weight_sum),
+            (self._bias, self._bias_sum),
+            (self._low_rank_weight, self._low_rank_sum),
         ):
             if total is not None:
-                add_head_rows(projection.by_head(total), collected.take(), placed)
+                add_head_weights(projection.by_head(total), collected.take(), placed)
 
     def _grad_of_projected(
         self, source: ProjectedHeads, received: Tensor, chunk: HeadChunk, rows: slice | None
@@ -341,12 +341,12 @@ class ProjectionGradient(HeadGradient):
             projected = projected.detach().requires_grad_()
             read = [
                 t.detach().requires_grad_(total is not None)
-                for t, total in zip(function.tensors, self._of_function, strict=True)
+                for t, total in zip(function.tensors, self._function_totals, strict=True)
             ]
             result = function.function(projected, *read)
         leaves = [projected, *(t for t in read if t.requires_grad)]
-        grad, *of_read = torch.autograd.grad(result, leaves, grad, allow_unused=True, materialize_grads=True)
-        function.add_gradient(self._of_function, iter(of_read), rows, chunk.distinct)
+        grad, *read_grads = torch.autograd.grad(result, leaves, grad, allow_unused=True, materialize_grads=True)
+        function.add_gradient(self._function_totals, iter(read_grads), rows, chunk.distinct)
         return grad
 
 
