@@ -69,7 +69,7 @@ VARIABLES = {
 _VALUES = {"kernel": ("auto", *KERNEL_NAMES), "memory": MEMORY, "accumulate": ACCUMULATE}
 
 
-def _described(owner: type) -> dict[str, str]:
+def _described(owner: Any) -> dict[str, str]:
     """Names under ``Args:`` in the docstring of `owner`, and what it says of each."""
     (block,) = re.findall(r"^Args:\n((?:    .*\n|\n)+)", inspect.cleandoc(owner.__doc__) + "\n", re.MULTILINE)
     entries = re.findall(r"^    (\w+): (.*\n(?:     +.*\n)*)", block, re.MULTILINE)
@@ -139,7 +139,7 @@ def _cli_row(action: argparse.Action) -> tuple[str, ...]:
 
 def _page() -> str:
     columns = ("", "values", "default", "meaning")
-    modes = _described(Mode)
+    modes = _described(Mode) | _described(Mode.named)
     return "".join(
         (
             HEAD,
@@ -169,7 +169,7 @@ def test_the_page_is_what_the_code_defines():
 
 
 def test_every_key_and_value_is_described():
-    meaning, modes = _described(UPipeConfig), _described(Mode)
+    meaning, modes = _described(UPipeConfig), _described(Mode) | _described(Mode.named)
     assert all(meaning[field.name] for field in dataclasses.fields(UPipeConfig))
     assert all(f'"{mode}"' in modes["memory"] for mode in MEMORY)
     assert all(f'"{sums}"' in modes["accumulate"] for sums in ACCUMULATE)

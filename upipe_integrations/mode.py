@@ -70,15 +70,19 @@ class Mode:
         overlap: bool = False,
         operator: bool = False,
     ) -> Mode:
-        """The mode of a memory mode's name, one of ``MEMORY``.
+        """The mode of a memory mode's name.
 
-        ``"keep_heads"`` keeps q, k and v for backward as each stage received them, besides what ``"keep"`` does, so
-        that none is exchanged again, nor projected but for a head function's own gradient; ``"keep"`` keeps the
-        attention output and lse, and where the output projection is part of the call projects its gradient stage by
-        stage, so that it never exists whole; ``"recompute"`` keeps neither and attends each stage again in backward, so
-        that the output may be freed before; ``"fused"`` does so with the output projection inside the stage loop, so
-        that neither the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in
-        `query_blocks` blocks of a rank's rows in backward, besides. `query_blocks` is of ``"blocks"`` alone.
+        Args:
+            memory: ``"keep_heads"`` keeps q, k and v for backward as each stage received them, besides what ``"keep"``
+                does, so that none is exchanged again, nor projected but for a head function's own gradient;
+                ``"keep"`` keeps the attention output and lse (as FlashAttention does), and where the output projection
+                is part of the call projects its gradient stage by stage, so that it never exists whole;
+                ``"recompute"`` keeps neither and attends each stage again in backward, so that the output may be
+                freed before; ``"fused"`` does so with the output projection inside the stage loop, so that neither
+                the full output nor its gradient ever exists; ``"blocks"`` walks a stage's queries in blocks in
+                backward, besides.
+            query_blocks: blocks of a rank's rows in ``"blocks"``; other modes have one.
+            accumulate, overlap, operator: as in the class.
 
         Raises:
             ValueError: no such name.
