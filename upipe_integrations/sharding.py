@@ -106,15 +106,15 @@ def shard_features(
     Raises:
         ValueError: there are not N placeholders.
     """
-    there = input_ids == placeholder
-    numbers = (there.flatten().cumsum(0) - 1).view_as(there)
-    if int(there.sum()) != features.shape[0]:
+    stands_in = input_ids == placeholder
+    numbers = (stands_in.flatten().cumsum(0) - 1).view_as(stands_in)
+    if int(stands_in.sum()) != features.shape[0]:
         raise ValueError(
-            f"features of shape {tuple(features.shape)} for {int(there.sum())} tokens {placeholder} in input_ids of "
+            f"features of shape {tuple(features.shape)} for {int(stands_in.sum())} tokens {placeholder} in input_ids of "
             f"shape {tuple(input_ids.shape)}: must have a row for each. Pass input_ids of the whole batch, not a shard."
         )
     layout, C, rank = layout or Layout(), group_ranks(group), group_rank(group)
-    mine: Tensor = layout.deal(numbers, 1, rank, C)[layout.deal(there, 1, rank, C)]
+    mine: Tensor = layout.deal(numbers, 1, rank, C)[layout.deal(stands_in, 1, rank, C)]
     return features[mine]
 
 

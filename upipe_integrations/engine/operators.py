@@ -112,7 +112,7 @@ def _attention_backward(
     grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool], call: int
 ) -> list[Tensor]:
     """Gradients of the tensors that are `wanted`; `kept` are the results of forward where the mode keeps them."""
-    with _autograd_there(), torch.no_grad():
+    with _with_autograd(), torch.no_grad():
         grads = run_backward(_NUMBERED[call].structure, tensors, grad, list(kept), wanted)
     return [g for g, want in zip(grads, wanted, strict=True) if g is not None and want]
 
@@ -131,7 +131,7 @@ def _(grad: Tensor, tensors: list[Tensor], kept: list[Tensor], wanted: list[bool
     return [like(t) for t, want in zip(tensors, wanted, strict=True) if want]
 
 
-def _autograd_there() -> Any:
+def _with_autograd() -> Any:
     """Autograd within an operator's body, where the dispatcher leaves it out.
 
     Backward differentiates head functions and function kernels on tensors of its own, cut off from the graph around

@@ -248,8 +248,8 @@ def _workspace(model: Model, setup: Setup) -> float:
     gradients, and adapters hardly any.
     """
     if setup.zero == 3:
-        of_layer, of_output = (2, 1) if setup.lora_rank else (3, 2)
-        return BF16 * max(of_layer * model.layer_parameters, of_output * model.embedding_parameters)
+        layers, outputs = (2, 1) if setup.lora_rank else (3, 2)
+        return BF16 * max(layers * model.layer_parameters, outputs * model.embedding_parameters)
     whole = model.parameters / (setup.tp * setup.pp)
     if setup.lora_rank:
         whole = model.layers * model.adapter_parameters(setup.lora_rank)

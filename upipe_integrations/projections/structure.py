@@ -65,7 +65,8 @@ def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple([_replaced(item, replace) for item in value])
     if isinstance(value, HoldsTensors):
-        return dataclasses.replace(value, **{name: _replaced(getattr(value, name), replace) for name in value.holds})  # type: ignore[type-var]
+        held: Any = value  # a dataclass
+        return dataclasses.replace(held, **{name: _replaced(getattr(value, name), replace) for name in value.holds})
     return value
 
 
