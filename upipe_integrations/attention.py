@@ -187,7 +187,8 @@ def _check_low_rank(name: str, low: LowRank, features: int, shape: tuple[int, in
 def _check_places(name: str, places: tuple[int, ...], heads: int, in_weight: int, shape: tuple[int, ...]) -> None:
     if len(set(places)) != heads or len(places) != heads or min(places) < 0 or max(places) >= in_weight:
         raise ValueError(
-            f"{name} places {places}: must name {heads} different heads of the {in_weight} in a weight of shape {shape}."
+            f"{name} places {places}: must name {heads} different heads of the {in_weight} in a weight of shape "
+            f"{shape}."
         )
 
 
