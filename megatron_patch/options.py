@@ -46,10 +46,10 @@ def options_from(source: Any) -> UPipeOptions | None:
     Raises:
         ValueError: an option is out of its range, or is given without the switch.
     """
-    given = _given(source)
+    settings = _settings_made(source)
     if getattr(source, IMPL, None) in (None, "native"):
-        if given:
-            name = flag(PREFIX + next(iter(given)))
+        if settings:
+            name = flag(PREFIX + next(iter(settings)))
             raise ValueError(
                 f"{name} without {flag(IMPL)} upipe: it would be ignored. Add {flag(IMPL)} upipe, or leave {name} out."
             )
@@ -59,22 +59,26 @@ def options_from(source: Any) -> UPipeOptions | None:
         raise ValueError(f"{flag(IMPL)} = {impl!r}: must be 'native' or 'upipe'.")
     # As pretrain_gpt.py chooses between the two when it deals a batch out.
     whole = getattr(source, "dataloader_inter_document_masking", False) and not getattr(source, "sft", False)
-    return dataclasses.replace(resolve(source, given), documents_cut="whole" if whole else "each")
+    return dataclasses.replace(resolve(source, settings), documents_cut="whole" if whole else "each")
 
 
-def resolve(source: Any, given: dict[str, Any]) -> UPipeOptions:
-    """The options `given`, with defaults that depend on `source`: arguments, or a TransformerConfig.
+def resolve(source: Any, settings: dict[str, Any]) -> UPipeOptions:
+    """The options of the engine's `settings`, completed by defaults that depend on `source`.
+
+    Args:
+        source: arguments, or a TransformerConfig.
+        settings: by their names in ``UPipeConfig``.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    given = dict(given)
-    if given.get("chunk_heads", AUTO) == AUTO:
-        given["chunk_heads"] = _number(source, "context_parallel_size")
-    if "memory" not in given and _recomputes_attention(source):
-        given["memory"] = "recompute"
+    settings = dict(settings)
+    if settings.get("chunk_heads", AUTO) == AUTO:
+        settings["chunk_heads"] = _number(source, "context_parallel_size")
+    if "memory" not in settings and _recomputes_attention(source):
+        settings["memory"] = "recompute"
     try:
-        return UPipeOptions(UPipeConfig.from_mapping(given))
+        return UPipeOptions(UPipeConfig.from_mapping(settings))
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
 
@@ -84,11 +88,11 @@ def _in_flags(message: str) -> str:
     return re.sub(r"\bupipe\.(\w+)", lambda found: flag(PREFIX + found[1]), message)
 
 
-def _given(source: Any) -> dict[str, Any]:
-    """The engine's options that were given, by their names in ``UPipeConfig``."""
+def _settings_made(source: Any) -> dict[str, Any]:
+    """The engine's settings that the user made, by their names in ``UPipeConfig``."""
     names = [field.name for field in dataclasses.fields(UPipeConfig)]
     values = {name: getattr(source, PREFIX + name, None) for name in names}
-    # A switch that is off is one that was not given.
+    # A switch that is off is one that was not set.
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
@@ -102,6 +106,7 @@ def flag(name: str) -> str:
 
 
 def _number(source: Any, name: str) -> int:
+    """A number of ranks; 1 where it is absent or None."""
     value = getattr(source, name, None)
     return 1 if value is None else int(value)
 

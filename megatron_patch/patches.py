@@ -93,14 +93,14 @@ def _not_both_yaml_and_flags(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 def _validated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Defaults are filled in before Megatron prints its arguments, and checked after it has completed its own."""
-    given = args[0] if args else kwargs["args"]
-    sections = _sections(given)
+    parsed = args[0] if args else kwargs["args"]
+    sections = _sections(parsed)
     options = options_from(sections)
     if options is not None:
-        fill_in(given, options)
+        fill_in(parsed, options)
     result = wrapped(*args, **kwargs)
     if options is not None:
-        for note in check_arguments(_sections(result if result is not None else given), options):
+        for note in check_arguments(_sections(result if result is not None else parsed), options):
             _say(note)
     return result
 

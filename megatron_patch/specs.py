@@ -81,12 +81,12 @@ def _converted(spec: Any, options: UPipeOptions) -> tuple[Any, int]:
         _refuse_other_attention(spec.func)
         keywords, count = {}, 0
         for name, value in spec.keywords.items():
-            keywords[name], of_value = _converted(value, options)
-            count += of_value
+            keywords[name], replaced = _converted(value, options)
+            count += replaced
         return functools.partial(spec.func, *spec.args, **keywords), count
     if isinstance(spec, (list, tuple)):
-        parts = [_converted(part, options) for part in spec]
-        return type(spec)(part for part, _ in parts), sum(count for _, count in parts)
+        items = [_converted(item, options) for item in spec]
+        return type(spec)(item for item, _ in items), sum(count for _, count in items)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return spec, 0
     changes, total = {}, 0
