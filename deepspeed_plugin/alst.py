@@ -33,6 +33,11 @@ def registered_ulysses() -> dict[str, Any]:
     return found
 
 
+def is_disabled_in_eval(ulysses: Any) -> bool:
+    """Whether one of these objects leaves evaluation alone; False for None, where Ulysses was not registered."""
+    return bool(getattr(ulysses, "disable_in_eval", False))
+
+
 def raise_deferred_refusal() -> None:
     """For an engine without the key: raise what ALST refused, if no engine with the key was built since."""
     refusal = _deferred_refusal(registered_ulysses())
@@ -76,7 +81,7 @@ def register_deferring_refusal(
         implementation = arguments["core_attn_implementation"]
         first = before.get(implementation)
         if not _has_groups_of(arguments["sequence_parallel_size"]) or (
-            first is not None and getattr(first, "disable_in_eval", False) != disabled
+            first is not None and is_disabled_in_eval(first) != disabled
         ):
             raise
         with _groups_kept():

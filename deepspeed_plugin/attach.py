@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_plugin.alst import registered_ulysses
+from deepspeed_plugin.alst import is_disabled_in_eval, registered_ulysses
 from deepspeed_plugin.distributed import DistributedState, check_instance, distributed_forward
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
@@ -99,8 +99,11 @@ def attach(
     }
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
+    # Accelerate and the Trainer always register Ulysses as disabled in evaluation.
     ulysses = registered_ulysses()
-    settings = LayerSettings(config, group, _disabled_in_eval(next(iter(layers.values())), ulysses))
+    model_config: Any = next(iter(layers.values())).config
+    disabled_in_eval = is_disabled_in_eval(ulysses.get(model_config._attn_implementation))
+    settings = LayerSettings(config, group, disabled_in_eval)
 
     children = {
         name: StagedAttention(module, facts[name], schedules[name], settings) for name, module in layers.items()
@@ -135,11 +138,6 @@ def _guards(
 def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Let `module` run `forward`, as its method; ``del module.forward`` undoes it."""
     module.forward = types.MethodType(forward, module)
-
-
-def _disabled_in_eval(attention: Any, ulysses: dict[str, Any]) -> bool:
-    """Whether Ulysses was registered to leave evaluation alone, as Accelerate and the Trainer always register it."""
-    return bool(getattr(ulysses.get(attention.config._attn_implementation), "disable_in_eval", False))
 
 
 def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:

@@ -143,10 +143,10 @@ def check_instance(name: str, module: Any, config: UPipeConfig) -> None:
         raise ValueError(
             f"upipe.chunk_heads = {config.chunk_heads}: must be a multiple of the {ranks} ranks of {name}'s group."
         )
-    for key, served in {"memory": "keep", "kernel": "auto"}.items():
-        if getattr(config, key) != served:
+    for key, value, served in (("memory", config.memory, "keep"), ("kernel", config.kernel, "auto")):
+        if value != served:
             raise ValueError(
-                f"upipe.{key} = {getattr(config, key)!r}: {name} attends by a local attention of its own, to heads "
+                f"upipe.{key} = {value!r}: {name} attends by a local attention of its own, to heads "
                 f"that are projected already, so only {served!r} is possible. Leave upipe.{key} out."
             )
     if module.sp_stream is not None:

@@ -149,10 +149,14 @@ def _other_layer_types(model: nn.Module, found: dict[str, nn.Module]) -> list[st
     return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
+def _has_any(module: nn.Module, *names: str) -> bool:
+    return any(hasattr(module, name) for name in names)
+
+
 def _looks_like_attention(module: nn.Module) -> bool:
     """Attention, or something in its place (linear attention, a state-space mixer), of a class we do not know."""
     name = type(module).__name__.lower()
-    holds_projections = any(hasattr(module, a) for a in ("q_proj", "qkv_proj", "query_key_value", "c_attn"))
+    holds_projections = _has_any(module, "q_proj", "qkv_proj", "query_key_value", "c_attn")
     named_so = name.endswith(("attention", "mixer", "deltanet")) and next(module.parameters(), None) is not None
     return holds_projections or named_so
 
@@ -162,13 +166,13 @@ def _unserved_reason(module: nn.Module) -> str:
     name = type(module).__name__.lower()
     if any(part in name for part in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
         return "its state runs along the sequence, from rank to rank"
-    if any(hasattr(module, a) for a in ("is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers")):
+    if _has_any(module, "is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers"):
         return "layers share keys and values"
     if "cross" in name:
         return "it attends another sequence"
-    if hasattr(module, "indexer"):
+    if _has_any(module, "indexer"):
         return "it selects the keys of each query"
-    if hasattr(module, "kv_lora_rank") or hasattr(module, "kv_b_proj"):
+    if _has_any(module, "kv_lora_rank", "kv_b_proj"):
         return "latent attention (MLA) that no test compares with its unpatched model"
     if {"alibi", "position_bias"} & inspect.signature(module.forward).parameters.keys():
         return "its scores have a bias by position"
