@@ -157,6 +157,7 @@ class UPipeSelfAttention(SelfAttention):
             mode=mode,
             x_group=split,
         ).transpose(0, 1)
+        # [s, b, heads * D] of this tensor-parallel rank, or its share of [s, b, h] after the output projection
         if output is None:
             attended: tuple[Tensor, Tensor | None] = projection(self._gate(result, x, split))
             return attended

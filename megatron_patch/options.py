@@ -69,7 +69,7 @@ def options_from(source: Any) -> UPipeOptions | None:
     None where ``--context-parallel-impl`` is absent or native.
 
     Raises:
-        ValueError: an option is out of its range, or is given without the switch.
+        ValueError: an option is out of its range, or is set without the switch.
     """
     settings = Settings(source)
     impl = settings.get(IMPL)
@@ -145,8 +145,8 @@ class Rule:
     """A setting that UPipe refuses.
 
     Args:
-        names: the attributes that hold it, in any release.
-        refused: whether a value is.
+        names: the names it has, of which a release has one.
+        refused: ``refused(value)``, whether a value is refused; None is where the setting is absent.
         reason: why, as the end of a sentence.
         remedy: what to do, as a sentence.
     """

@@ -18,16 +18,18 @@ _REMEMBERED = "_upipe_packing"
 class Packing:
     """How one microbatch lies on the context-parallel ranks.
 
-    With one sequence a rank holds two half-chunks of it (zigzag), with packed documents cut ``"each"`` two of every
-    document. Two ranks; documents of 4 and of 8 rows, numbered through::
+    Of one sequence a rank holds two half-chunks (zigzag); of packed documents that are cut ``"each"``, two of every
+    document. On two ranks, documents of 4 and of 8 rows::
 
-        rows            0  1  2  3 | 4  5  6  7  8  9  10 11
-        half-chunks     a  b  c  d | a  a  b  b  c  c  d  d
-        rank 0 holds    0        3   4  5              10 11      a and d
-        rank 1 holds       1  2            6  7  8  9             b and c
-        positions       0  1  2  3   0  1  2  3  4  5  6  7       in the document, for the rotary embedding
+        row                0  1  2  3 | 4  5  6  7  8  9  10 11
+        half-chunk         a  b  c  d | a  a  b  b  c  c  d  d
+        rank 0 holds       0        3 | 4  5              10 11    a and d of each document
+        rank 1 holds          1  2    |       6  7  8  9           b and c
+        position           0  1  2  3 | 0  1  2  3  4  5  6  7     in its document, for the rotary embedding
 
-    Cut as a ``"whole"``, the 12 rows are one zigzag, whatever documents they are of.
+    So rank 0's rows are 0 3 4 5 10 11, in this order.
+
+    Cut as a ``"whole"``, the 12 rows are one zigzag, and documents only say who attends whom.
 
     Args:
         layout: which rows each rank holds.

@@ -73,16 +73,18 @@ def run_pre_hooks(*modules: nn.Module | None) -> None:
 class QkvPlaces:
     """Where heads are among all heads that ``linear_qkv`` makes on one tensor-parallel rank.
 
-    Its outputs go by query group (KV head): the group's queries, their gates where attention is gated, its key, its
-    value. Tensor-parallel rank t holds the groups that follow those of rank t - 1. With 2 groups of 2 queries a rank::
+    The weight is `[outputs, h]`, and its outputs go by query group (KV head): the group's queries, their gates where
+    attention is gated, its key, its value. A tensor-parallel rank holds whole groups, those of rank 0 first. With 8
+    query heads in 4 groups on 2 tensor-parallel ranks (q0 is a head: head_dim outputs)::
 
-                            group 0                       group 1
-        without gates    |  q0  q1  k0  v0             |  q2  q3  k1  v1             |
-        place               0   1   2   3                 4   5   6   7
-        with gates       |  q0  q1  g0  g1  k0  v0     |  q2  q3  g2  g3  k1  v1     |
-        place               0   1   2   3   4   5         6   7   8   9   10  11
+        tensor-parallel rank    0                                     1
+        group                   0                  1                  2                  3
+        whole model             q0 q1 k0 v0        q2 q3 k1 v1        q4 q5 k2 v2        q6 q7 k3 v3
+        place on its rank       0  1  2  3         4  5  6  7         0  1  2  3         4  5  6  7
+        with gates              q0 q1 g0 g1 k0 v0  q2 q3 g2 g3 k1 v1  q4 q5 g4 g5 k2 v2  q6 q7 g6 g7 k3 v3
+        place on its rank       0  1  2  3  4  5   6  7  8  9  10 11  0  1  2  3  4  5   6  7  8  9  10 11
 
-    The head at place p is the outputs ``p * head_dim ... (p + 1) * head_dim - 1``: those rows of the weight.
+    The head at place p is the rank's outputs ``p * head_dim ... (p + 1) * head_dim - 1``.
 
     Attributes:
         q, gate, k, v: places, in the order of the query heads or groups of the rank; no gates without gated attention.

@@ -118,7 +118,7 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     """The served attention modules of `model` by name.
 
     Raises:
-        ValueError: there are none, or there are others beside them.
+        ValueError: the model has no served attention module, or others beside them.
     """
     found: dict[str, nn.Module] = {}
     others: dict[str, set[str]] = {}
@@ -164,7 +164,7 @@ def _looks_like_attention(module: nn.Module) -> bool:
 def _unserved_reason(module: nn.Module) -> str:
     """Why attention of a class that is not in the table is not served, from what its class shows."""
     name = type(module).__name__.lower()
-    if any(part in name for part in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
+    if any(word in name for word in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
         return "its state runs along the sequence, from rank to rank"
     if _has_any(module, "is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers"):
         return "layers share keys and values"

@@ -68,9 +68,9 @@ def latent_projections(
         The latents side by side, `[B, L, Q + R]` (`[B, L, E + R]` where queries are not compressed), and the
         projections that read their columns::
 
-            columns       0 ... Q - 1             Q ... Q + R - 1
-            latent of     queries                 keys and values
-            makes         q, a head D             per KV head: k without what all share, D - P; v, Dv
+            columns            0 ... Q - 1      Q ... Q + R - 1
+            latent of          queries          keys and values
+            makes, per head    q: D             k without the shared part: D - P, then v: Dv
     """
     own_size, shared_size, value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
     # [B, L, E] -> the latent of keys and values [B, L, R], and the part that all key heads share [B, L, P]

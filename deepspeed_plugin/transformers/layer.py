@@ -61,7 +61,13 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What all layers of a model share."""
+    """What all layers of a model share.
+
+    Attributes:
+        config: the ``upipe`` block.
+        group: the sequence-parallel group.
+        disabled_in_eval: whether evaluation is left to the model's own forward.
+    """
 
     config: UPipeConfig
     group: SequenceGroup
@@ -69,7 +75,7 @@ class LayerSettings:
 
 
 def _chosen_kernel(name: str, request: KernelRequest) -> str:
-    """The name of the kernel for `request`: a constant of compiled code, where a kernel is none."""
+    """The name of the kernel for `request`. A name, as compiled code can hold that as a constant, and not a kernel."""
     return select_kernel(name, request).name
 
 
