@@ -65,8 +65,9 @@ def run_pre_hooks(*modules: nn.Module | None) -> None:
     With ``--overlap-param-gather`` they wait until the parameters have arrived.
     """
     for module in modules:
-        for hook in list(module._forward_pre_hooks.values()) if module is not None else ():
-            hook(module, ())
+        if module is not None:
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class QkvPlaces:
 
         tensor-parallel rank    0                                     1
         group                   0                  1                  2                  3
-        whole model             q0 q1 k0 v0        q2 q3 k1 v1        q4 q5 k2 v2        q6 q7 k3 v3
+        heads                   q0 q1 k0 v0        q2 q3 k1 v1        q4 q5 k2 v2        q6 q7 k3 v3
         place on its rank       0  1  2  3         4  5  6  7         0  1  2  3         4  5  6  7
-        with gates              q0 q1 g0 g1 k0 v0  q2 q3 g2 g3 k1 v1  q4 q5 g4 g5 k2 v2  q6 q7 g6 g7 k3 v3
+        heads, with gates       q0 q1 g0 g1 k0 v0  q2 q3 g2 g3 k1 v1  q4 q5 g4 g5 k2 v2  q6 q7 g6 g7 k3 v3
         place on its rank       0  1  2  3  4  5   6  7  8  9  10 11  0  1  2  3  4  5   6  7  8  9  10 11
 
     The head at place p is the rank's outputs ``p * head_dim ... (p + 1) * head_dim - 1``.
