@@ -20,7 +20,7 @@ class _Refusal:
 
     Args:
         setting: its keys, joined by dots.
-        refused: whether a value is; it gets None where the setting is not there.
+        refused: whether a value is; it is asked about None where the setting is absent.
         why: the reason, as a clause.
         remedy: what to do, as a sentence.
     """
@@ -186,7 +186,7 @@ def _is_alst(mpu: Any) -> bool:
 
 
 def _value(ds_config: Mapping[str, Any], setting: str) -> Any:
-    """What `setting` is, or None where it is not there."""
+    """The value of `setting`, None where it is absent."""
     value: Any = ds_config
     for key in setting.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

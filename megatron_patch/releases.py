@@ -12,7 +12,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
-class _AtOneRank(DotProductAttention):
+class _CoreAttentionAtOneRank(DotProductAttention):
     """Megatron's own core attention, built though it refuses context parallelism.
 
     UPipe does not call it, but it holds the parameter of attention sinks, and serves inference at one rank.
@@ -27,7 +27,7 @@ class _AtOneRank(DotProductAttention):
 def core_attention_at_one_rank(submodules: Any) -> Any:
     """`submodules` with a core attention that can be built at any context-parallel size."""
     if submodules.core_attention is DotProductAttention:
-        return dataclasses.replace(submodules, core_attention=_AtOneRank)
+        return dataclasses.replace(submodules, core_attention=_CoreAttentionAtOneRank)
     return submodules
 
 
