@@ -29,8 +29,8 @@ lint: setup ## Run ruff, the format check and the import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 
-typecheck: setup ## Run mypy on the core package
-	@$(BIN)/mypy upipe_integrations
+typecheck: setup ## Run mypy on the core and the two plugins (the files are named in pyproject.toml)
+	@$(BIN)/mypy
 
 docs: setup ## Build the documentation into build/site; a broken link fails
 	@$(BIN)/mkdocs build --strict

@@ -15,7 +15,7 @@ import logging
 
 
 def deepspeed() -> None:
-    """Import ``deepspeed_plugin`` once DeepSpeed's engine module is there."""
+    """Import ``deepspeed_plugin`` once DeepSpeed's engine module is imported."""
     _import_with("deepspeed_plugin", "deepspeed.runtime.engine")
 
 
@@ -33,7 +33,7 @@ _MEGATRON = {
 
 
 def megatron() -> None:
-    """Add UPipe's arguments to Megatron's, and what they do, once its modules are there."""
+    """Add UPipe's arguments to Megatron's, and what they do, once its modules are imported."""
     try:
         import wrapt
 

@@ -26,35 +26,45 @@ def registered_ulysses() -> dict[str, Any]:
     table = {} if modeling is None else modeling.ALL_ATTENTION_FUNCTIONS
     found = {}
     for name, function in table.items():
+        # register_with_transformers puts a function there that has the object in its closure.
         ulysses = inspect.getclosurevars(function).nonlocals.get("uattn") if inspect.isfunction(function) else None
         if ulysses is not None:
             found[name] = ulysses
     return found
 
 
-def raise_refusal() -> None:
-    """Raise what ALST refused, if no engine with the key was built since: for an engine without it."""
-    refusal = _pending(registered_ulysses())
+def is_disabled_in_eval(ulysses: Any) -> bool:
+    """Whether one of these objects leaves evaluation alone; False for None, where Ulysses was not registered."""
+    return bool(getattr(ulysses, "disable_in_eval", False))
+
+
+def raise_deferred_refusal() -> None:
+    """For an engine without the key: raise what ALST refused, if no engine with the key was built since."""
+    refusal = _deferred_refusal(registered_ulysses())
     if refusal is not None:
         raise refusal
 
 
-def settle_refusal() -> None:
+def drop_deferred_refusals() -> None:
     """For an engine with the key: others without it no longer raise, unless they call what was refused."""
     for ulysses in registered_ulysses().values():
-        ulysses.upipe_pending = None
+        ulysses.upipe_deferred = None
 
 
-def construct(wrapped: Callable[..., None], ulysses: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def init_deferring_refusal(
+    wrapped: Callable[..., None], ulysses: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """``UlyssesSPAttentionHF.__init__``, whose refusal is put off."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     try:
         wrapped(*args, **kwargs)
     except (ValueError, TypeError) as refusal:  # TypeError: a configuration whose head_dim is None
-        _put_off(refusal, ulysses, given["attn"], given.get("disable_in_eval", False))
+        _defer(refusal, ulysses, arguments["attn"], arguments.get("disable_in_eval", False))
 
 
-def register_again(wrapped: Callable[..., Any], owner: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_deferring_refusal(
+    wrapped: Callable[..., Any], owner: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """``register_with_transformers``, whose refusal of a second model is put off.
 
     The groups of the first registration stay, and so does whether its implementation is disabled in evaluation:
@@ -66,26 +76,27 @@ def register_again(wrapped: Callable[..., Any], owner: type, args: tuple[Any, ..
     except AssertionError as refusal:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        disabled = given.get("disable_in_eval", False)
-        first = before.get(given["core_attn_implementation"])
-        if not _has_groups_of(given["sequence_parallel_size"]) or (
-            first is not None and getattr(first, "disable_in_eval", False) != disabled
+        arguments = bound.arguments
+        disabled = arguments.get("disable_in_eval", False)
+        implementation = arguments["core_attn_implementation"]
+        first = before.get(implementation)
+        if not _has_groups_of(arguments["sequence_parallel_size"]) or (
+            first is not None and is_disabled_in_eval(first) != disabled
         ):
             raise
         with _groups_kept():
             mpu = wrapped(*args, **kwargs)
-        ulysses = registered_ulysses()[given["core_attn_implementation"]]
+        ulysses = registered_ulysses()[implementation]
         # The attention that the first registration found, not the first registration's.
         attention = ulysses.attn if first is None else first.attn
-        _put_off(_pending(before) or refusal, ulysses, attention, disabled)
+        _defer(_deferred_refusal(before) or refusal, ulysses, attention, disabled)
         return mpu
 
 
-def _put_off(refusal: Exception, ulysses: Any, attention: Callable[..., Any], disabled_in_eval: bool) -> None:
+def _defer(refusal: Exception, ulysses: Any, attention: Callable[..., Any], disabled_in_eval: bool) -> None:
     """Let `ulysses` raise `refusal` where it would attend, and pass on to `attention` where it would not."""
     # The frames of the traceback would keep the model alive.
-    ulysses.upipe_pending = refusal.with_traceback(None)
+    ulysses.upipe_deferred = refusal.with_traceback(None)
     ulysses.attn = attention
     if hasattr(refusal, "add_note") and _REMEDY not in getattr(refusal, "__notes__", ()):  # Python 3.11
         refusal.add_note(_REMEDY)
@@ -98,18 +109,21 @@ def _put_off(refusal: Exception, ulysses: Any, attention: Callable[..., Any], di
     ulysses.forward = forward
 
 
-def _pending(registered: dict[str, Any]) -> Exception | None:
-    refusals = (getattr(ulysses, "upipe_pending", None) for ulysses in registered.values())
+def _deferred_refusal(registered: dict[str, Any]) -> Exception | None:
+    """The first refusal that was put off and not dropped, of what :func:`registered_ulysses` found."""
+    refusals = (getattr(ulysses, "upipe_deferred", None) for ulysses in registered.values())
     return next((refusal for refusal in refusals if refusal is not None), None)
 
 
 def _state() -> Any:
+    """DeepSpeed's module that holds the sequence-parallel groups."""
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
 
     return state
 
 
 def _has_groups_of(ranks: int) -> bool:
+    """Whether there are sequence-parallel groups, of `ranks` ranks."""
     state = _state()
     return state._SEQUENCE_PARALLEL_GROUP is not None and state.get_sequence_parallel_world_size() == ranks
 

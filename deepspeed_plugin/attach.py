@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_plugin.alst import registered_ulysses
-from deepspeed_plugin.distributed import StagedCalls, check_instance
-from deepspeed_plugin.distributed import staged_forward as staged_distributed_attention
+from deepspeed_plugin.alst import is_disabled_in_eval, registered_ulysses
+from deepspeed_plugin.distributed import DistributedState, check_instance, distributed_forward
 from deepspeed_plugin.group import SequenceGroup
 from deepspeed_plugin.guard import ImageGuard, LabelGuard, ShardGuard
 from deepspeed_plugin.transformers.adapters import check_prompts
 from deepspeed_plugin.transformers.facts import AttentionFacts, attention_facts, find_attention
 from deepspeed_plugin.transformers.families import is_vision
-from deepspeed_plugin.transformers.layer import CHILD, LayerSettings, StagedAttention, staged_forward
+from deepspeed_plugin.transformers.layer import CHILD, LayerSettings, StagedAttention, attention_forward
 from deepspeed_plugin.transformers.vision import attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
@@ -80,7 +79,8 @@ def attach(
         model: a Transformers model (or something that holds one).
         config: the ``upipe`` settings.
         group: the sequence-parallel group.
-        device: where the model will run, and `dtype` what it will compute in: they decide the kernel.
+        device: where the model will run.
+        dtype: what it will compute in; with `device` it decides the kernel.
         zero_stage: 3 registers the projections' weights with ZeRO-3.
 
     Raises:
@@ -98,30 +98,45 @@ def attach(
     }
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
-    # Accelerate and the Trainer always register Ulysses so.
-    config_of_all: Any = next(iter(layers.values())).config
+    # Accelerate and the Trainer always register Ulysses as disabled in evaluation.
     ulysses = registered_ulysses()
-    disabled_in_eval = bool(getattr(ulysses.get(config_of_all._attn_implementation), "disable_in_eval", False))
+    model_config: Any = next(iter(layers.values())).config
+    disabled_in_eval = is_disabled_in_eval(ulysses.get(model_config._attn_implementation))
     settings = LayerSettings(config, group, disabled_in_eval)
 
-    for name, module in layers.items():
-        child = StagedAttention(module, facts[name], schedules[name], settings)
+    children = {
+        name: StagedAttention(module, facts[name], schedules[name], settings) for name, module in layers.items()
+    }
+    for name, child in children.items():
         if zero_stage == 3:
             _register_external(child)
-        module.add_module(CHILD, child)
-        module.forward = types.MethodType(staged_forward, module)  # type: ignore[method-assign]
+        layers[name].add_module(CHILD, child)
+        _replace_forward(layers[name], attention_forward)
     mrope = any(fact.family.mrope for fact in facts.values())
-    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings, mrope=mrope), with_kwargs=True)]
-    for module in _modules_around(model, layers):
-        takes = inspect.signature(module.forward).parameters
-        if "labels" in takes:
-            guards.append(module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True))
-        if mrope and "pixel_values" in takes:
-            guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
+    guards = _guards(model, layers, entry, settings, mrope=mrope)
     vision = [module for module in model.modules() if is_vision(module) and attend_locally(module, ulysses)]
-    with_output = all(fact.family.takes_output(layers[name], config.mode) for name, fact in facts.items())
+    with_output = all(child.projects() for child in children.values())
     summary = _summary(facts, schedules, sorted(kernels), dtype, config, with_output=with_output)
     return Attachment(summary, layers, guards, vision)
+
+
+def _guards(
+    model: nn.Module, layers: dict[str, nn.Module], entry: nn.Module, settings: LayerSettings, *, mrope: bool
+) -> list[RemovableHandle]:
+    """Put the checks of :mod:`deepspeed_plugin.guard` in front of the modules whose arguments they look at."""
+    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings, mrope=mrope), with_kwargs=True)]
+    for module in _modules_around(model, layers):
+        parameters = inspect.signature(module.forward).parameters
+        if "labels" in parameters:
+            guards.append(module.register_forward_pre_hook(LabelGuard(module, settings), with_kwargs=True))
+        if mrope and "pixel_values" in parameters:
+            guards.append(module.register_forward_pre_hook(ImageGuard(module, settings), with_kwargs=True))
+    return guards
+
+
+def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Let `module` run `forward`, as its method; ``del module.forward`` undoes it."""
+    module.forward = types.MethodType(forward, module)
 
 
 def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> Attachment:
@@ -133,8 +148,8 @@ def attach_distributed(modules: dict[str, nn.Module], config: UPipeConfig) -> At
     for name, module in modules.items():
         check_instance(name, module, config)
     for module in modules.values():
-        setattr(module, CHILD, StagedCalls(config))
-        module.forward = types.MethodType(staged_distributed_attention, module)  # type: ignore[method-assign]
+        setattr(module, CHILD, DistributedState(config))
+        _replace_forward(module, distributed_forward)
     local = ", ".join(sorted({_name_of(module.local_attn) for module in modules.values()}))
     summary = (
         f"UPipe: {len(modules)} DistributedAttention modules run in stages of {config.chunk_heads} query heads, around "

@@ -33,7 +33,7 @@ from upipe_integrations import (
 from upipe_integrations.all_to_all import group_ranks
 
 _LAYER_MODULE = "deepspeed.sequence.layer"
-# A rate of 0 drops nothing; with it the engine tells the kernel which heads it is given.
+# A rate of 0 drops nothing; with it the engine tells the kernel which heads it is called for.
 _WITH_HEADS = AttentionSpec(causal=False, dropout=Dropout(0.0, seed=0))
 _SAMPLE = 1024
 _REPEATABLE = 0.05
@@ -44,8 +44,8 @@ class DistributedAttention(nn.Module):
 
     Args:
         local_attention: attention over the whole sequence for some heads, called with q, k, v
-            `[S, B, heads, D]` (or `[B, S, heads, D]`, as `gather_idx` says) and what ``forward`` is given beyond
-            them; returns `[S, B, heads, Dv]` or `[S, B, heads * Dv]`. In a stage KV heads are as many as query
+            `[S, B, heads, D]` (or `[B, S, heads, D]`, as `gather_idx` says) and the further arguments of
+            ``forward``; returns `[S, B, heads, Dv]` or `[S, B, heads * Dv]`. In a stage KV heads are as many as query
             heads, or the model's number of query heads attend each.
         sequence_process_group: the sequence-parallel group.
         scatter_idx: the dimension of heads: 2.
@@ -80,10 +80,17 @@ class DistributedAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         config = UPipeConfig(chunk_heads, overlap=overlap)
         check_instance("DistributedAttention", self, config)
-        self.upipe = StagedCalls(config)
+        self.upipe = DistributedState(config)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, rotary_pos_emb: Any = None, *args, **kwargs
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Attention of this rank's rows, like upstream's.
 
@@ -93,12 +100,17 @@ class DistributedAttention(nn.Module):
             rotary_pos_emb: (cos, sin) of the whole sequence, applied to q and k after the exchange, or None.
             args, kwargs: passed to the local attention.
         """
-        return staged_forward(self, query, key, value, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
+        return distributed_forward(self, query, key, value, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
 
 
 @dataclass
-class StagedCalls:
-    """What a replaced module holds: its settings, and whether its local attention was seen to be repeatable."""
+class DistributedState:
+    """What a module holds whose calls are staged.
+
+    Attributes:
+        config: its settings.
+        verified: whether its local attention was called again in backward and gave the same.
+    """
 
     config: UPipeConfig
     verified: bool = False
@@ -139,10 +151,10 @@ def check_instance(name: str, module: Any, config: UPipeConfig) -> None:
         raise ValueError(
             f"upipe.chunk_heads = {config.chunk_heads}: must be a multiple of the {ranks} ranks of {name}'s group."
         )
-    for key, served in {"memory": "keep", "kernel": "auto"}.items():
-        if getattr(config, key) != served:
+    for key, value, served in (("memory", config.memory, "keep"), ("kernel", config.kernel, "auto")):
+        if value != served:
             raise ValueError(
-                f"upipe.{key} = {getattr(config, key)!r}: {name} attends by a local attention of its own, to heads "
+                f"upipe.{key} = {value!r}: {name} attends by a local attention of its own, to heads "
                 f"that are projected already, so only {served!r} is possible. Leave upipe.{key} out."
             )
     if module.sp_stream is not None:
@@ -170,7 +182,7 @@ def _schedule(config: UPipeConfig, heads: int, kv_heads: int, ranks: int) -> Sch
     return config.schedule(heads=heads, kv_heads=kv_heads, ranks=ranks)
 
 
-def staged_forward(
+def distributed_forward(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -180,7 +192,7 @@ def staged_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """The forward of :class:`DistributedAttention`, of any module that has its attributes.
+    """The forward of :class:`DistributedAttention`, and of any module that has its attributes; see there for shapes.
 
     Raises:
         ValueError: shapes do not fit, or an argument would get no gradient; before any exchange.
@@ -200,25 +212,20 @@ def staged_forward(
             f"query of shape {tuple(query.shape)} and key of shape {tuple(key.shape)}: must be of four dimensions, "
             f"heads the third, and the key's heads a multiple of num_kv_heads = {module.num_kv_heads}."
         )
-    staged: StagedCalls = module.upipe
+    state: DistributedState = module.upipe
     local = _LocalAttention(module, rotary_pos_emb, args, kwargs, query.device.type)
-    sequence_first = module.gather_idx == 0
-    out = upipe_attention_qkv(
-        *((t.transpose(0, 1) if sequence_first else t) for t in (query, key, value)),
-        Staging(
-            _schedule(staged.config, query.shape[2], key.shape[2], group_ranks(module.spg)),
-            module.spg,
-            FunctionKernel(local, "local attention"),
-            mode=staged.config.mode,
-        ),
-        _WITH_HEADS,
-    )
-    out = out.transpose(0, 1) if sequence_first else out
+    schedule = _schedule(state.config, query.shape[2], key.shape[2], group_ranks(module.spg))
+    staging = Staging(schedule, module.spg, FunctionKernel(local, "local attention"), mode=state.config.mode)
+    if module.gather_idx == 0:  # [L, B, heads, D] is the engine's [B, L, heads, D] with other strides
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        out = upipe_attention_qkv(q, k, v, staging, _WITH_HEADS).transpose(0, 1)
+    else:
+        out = upipe_attention_qkv(query, key, value, staging, _WITH_HEADS)
     return out.flatten(2) if local.flattens_heads else out
 
 
 class _LocalAttention:
-    """The local attention of one call, as a function that is the same whenever it is called for the same heads."""
+    """The local attention in one call of the module: for the same heads it gives the same, whenever it is called."""
 
     def __init__(self, module: Any, rotary: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str):
         self._module = module
@@ -246,13 +253,14 @@ class _LocalAttention:
             return out
         with _with_random_states(first.random_states, q.device):
             out = self._attend(q, k, v)
-        staged: StagedCalls = self._module.upipe
-        if not staged.verified:
-            self._check_repeated(out, first.sample, (q, k, v))
-            staged.verified = True
+        state: DistributedState = self._module.upipe
+        if not state.verified:
+            _check_repeated(out, first.sample, (q, k, v))
+            state.verified = True
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # [B, n, S, D] -> [S, B, n, D] where the sequence is first, [B, S, n, D] where the batch is.
         order = (2, 0, 1, 3) if self._module.gather_idx == 0 else (0, 2, 1, 3)
         query, key, value = (t.permute(order).contiguous() for t in (q, k, v))
         if self._rotary is not None:
@@ -271,34 +279,49 @@ class _LocalAttention:
                 f"{tuple(key.shape)}: must be [{query.shape[0]}, {query.shape[1]}, {n} heads, head size] or the last "
                 "two in one. It is called with the heads of one stage, and must take its numbers of heads from them."
             )
+        # [S, B, n * Dv] or [S, B, n, Dv] (or batch first) -> [B, n, S, Dv]
         by_head = out.unflatten(2, (n, -1)) if self.flattens_heads else out
         back = (1, 2, 0, 3) if self._module.gather_idx == 0 else (0, 2, 1, 3)
         return by_head.permute(back).to(q.dtype)
 
-    def _check_repeated(self, out: Tensor, sample: Tensor, leaves: tuple[Tensor, ...]) -> None:
-        if any(all(leaf is not known for known in leaves) for leaf in _leaves_behind(out)):
-            raise ValueError(
-                "upipe: the local attention reads a tensor beyond its arguments that requires a gradient, which it "
-                "would not get. Pass its result to the attention instead, or remove the 'upipe' key."
-            )
-        difference = (_sample(out) - sample).abs().max()
-        if not bool(difference <= _REPEATABLE * sample.abs().max()):
-            raise ValueError(
-                "upipe: the local attention gave another result when it was called again in backward, as dropout from "
-                "a random state of its own does (Megatron's RNG tracker). Set attention dropout to 0, or remove the "
-                "'upipe' key."
-            )
-
 
 @dataclass(frozen=True)
 class _FirstCall:
-    """What is remembered of a stage's first call: the random states before it (None: it drew none), and some values."""
+    """What is remembered of a stage's first call.
+
+    Attributes:
+        random_states: those before it; None where it drew no random numbers.
+        sample: some values of its result, to compare a repeated call with.
+    """
 
     random_states: list[Tensor] | None
     sample: Tensor
 
 
+def _check_repeated(out: Tensor, sample: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    """Raise ValueError unless a repeated call gave what the first did, from no other tensor that needs a gradient.
+
+    Args:
+        out: what the repeated call gave.
+        sample: that of the first.
+        leaves: q, k and v of the repeated call.
+    """
+    if any(all(leaf is not known for known in leaves) for leaf in _graph_leaves(out)):
+        raise ValueError(
+            "upipe: the local attention reads a tensor beyond its arguments that requires a gradient, which it "
+            "would not get. Pass its result to the attention instead, or remove the 'upipe' key."
+        )
+    difference = (_sample(out) - sample).abs().max()
+    if not bool(difference <= _REPEATABLE * sample.abs().max()):
+        raise ValueError(
+            "upipe: the local attention gave another result when it was called again in backward, as dropout from "
+            "a random state of its own does (Megatron's RNG tracker). Set attention dropout to 0, or remove the "
+            "'upipe' key."
+        )
+
+
 def _sample(out: Tensor) -> Tensor:
+    """About 1024 values of `out`, evenly spread: `[n]`."""
     flat = out.detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
 
@@ -321,7 +344,7 @@ def _with_random_states(states: list[Tensor] | None, device: torch.device) -> It
         yield
 
 
-def _leaves_behind(out: Tensor) -> list[Tensor]:
+def _graph_leaves(out: Tensor) -> list[Tensor]:
     """Every leaf of autograd's graph that `out` depends on."""
     leaves, seen, waiting = [], set(), [out.grad_fn]
     while waiting:

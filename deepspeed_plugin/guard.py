@@ -45,7 +45,29 @@ _CACHE = (
 )
 
 
-class ShardGuard:
+class _Guard:
+    """A forward pre-hook that looks at the arguments by name.
+
+    Args:
+        module: the module that it is a hook of.
+        settings: what all attention layers of the model share.
+    """
+
+    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
+        self._signature = inspect.signature(module.forward)
+        self._settings = settings
+
+    def _is_off(self, module: nn.Module) -> bool:
+        """Whether this is evaluation, and UPipe leaves evaluation alone."""
+        return self._settings.disabled_in_eval and not module.training
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of this call by name, in the order of the signature; what has no name of its own is under
+        ``kwargs``."""
+        return self._signature.bind(*args, **kwargs).arguments
+
+
+class ShardGuard(_Guard):
     """Forward pre-hook of the module that takes ``position_ids``; see the module docstring.
 
     Checks that every rank of the group has as many batch rows and sequence rows, that positions are global,
@@ -55,8 +77,7 @@ class ShardGuard:
     """
 
     def __init__(self, module: nn.Module, settings: LayerSettings, *, mrope: bool = False) -> None:
-        self._signature = inspect.signature(module.forward)
-        self._settings = settings
+        super().__init__(module, settings)
         self._mrope = mrope
 
     # torch.compiler.disable, without importing the compiler: what is decided here depends on every rank's data.
@@ -65,39 +86,44 @@ class ShardGuard:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raises ValueError, on every rank of the group alike, naming the ranks and the remedy."""
-        if self._settings.disabled_in_eval and not module.training:
+        if self._is_off(module):
             return None
-        bound = self._signature.bind(*args, **kwargs)
-        given = bound.arguments
-        tokens = given.get("input_ids")
+        arguments = self._arguments(args, kwargs)
+        tokens = arguments.get("input_ids")
         if tokens is None:
-            tokens = given.get("inputs_embeds")
+            tokens = arguments.get("inputs_embeds")
         if tokens is None:
             return None  # the model's own error is the right one
-        positions = given.get("position_ids")
-        if self._mrope and isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == _MROPE:
-            positions = positions[0]
-        caches = [given.get(name, given.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
+        caches = [arguments.get(name, arguments.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
         if any(cache is not None for cache in caches):
             # Without asking the other ranks: one rank often generates alone, and would wait for them.
             raise ValueError(_CACHE)
-        fault, first, restarts = _inspect(positions, given.get("attention_mask"), tokens.shape[1])
+        positions = self._plain_positions(arguments.get("position_ids"))
+        mask = arguments.get("attention_mask")
+        fault, first, restarts = _inspect(positions, mask, tokens.shape[1])
         group = self._settings.group.process_group
         mine = [tokens.shape[0], tokens.shape[1], first, int(fault), int(restarts)]
         by_rank = gather_integers(mine, group, tokens.device)
         packed = _check(by_rank)
+        assert positions is not None  # or this rank had a fault, which raised
         documents = documents_from_positions(positions, group) if packed else None
         remember_documents(positions, documents)
         changes: dict[str, Any] = {}
         if documents is not None:
             # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
             changes["attention_mask"] = torch.zeros(1, 1, 1, 1, device=tokens.device)
-        elif given.get("attention_mask") is not None:
+        elif mask is not None:
             changes["attention_mask"] = None
-        if documents is not None and self._mrope and given["position_ids"].dim() == 2:
-            # Given plain positions alone, the model would not hand them on to its layers.
+        if documents is not None and self._mrope and arguments["position_ids"].dim() == 2:
+            # From plain positions alone the model would hand none on to its layers: [B, L] -> [4, B, L]
             changes["position_ids"] = positions.expand(_MROPE, *positions.shape)
-        return _changed(args, kwargs, list(given), changes) if changes else None
+        return _changed(args, kwargs, list(arguments), changes) if changes else None
+
+    def _plain_positions(self, position_ids: Tensor | None) -> Tensor | None:
+        """`[4, B, L]` of a vision-language model -> its plain positions `[B, L]`; all else as it is."""
+        if self._mrope and position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == _MROPE:
+            return position_ids[0]
+        return position_ids
 
 
 _MROPE = 4
@@ -107,30 +133,26 @@ _MROPE = 4
 def _changed(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str], changes: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments, of which the first are called `names`, with some of them changed."""
+    """The arguments of a call with some of them changed; the names of `args` are the first of `names`."""
     by_place = [changes.get(name, arg) for name, arg in zip(names, args, strict=False)]
     rest = {name: value for name, value in changes.items() if name not in names[: len(args)]}
     return tuple(by_place), {**kwargs, **rest}
 
 
-class LabelGuard:
+class LabelGuard(_Guard):
     """Forward pre-hook of a module that takes ``labels``: refuses to let it shift them.
 
     A model that computes its own loss shifts labels within the shard it sees, and loses the last label of
-    every shard. It does not when it is also given ``shift_labels`` that were shifted before they were sharded, as
-    Transformers' Trainer does. With these alone, as in the loop of DeepSpeed's documentation, it computes none.
+    every shard. It does not when it also gets ``shift_labels`` that were shifted before they were sharded, as
+    Transformers' Trainer passes them. With these alone, as in the loop of DeepSpeed's documentation, it computes none.
     """
 
-    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
-        self._signature = inspect.signature(module.forward)
-        self._settings = settings
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError when labels are given without ``shift_labels``."""
-        if self._settings.group.ranks == 1 or (self._settings.disabled_in_eval and not module.training):
+        """Raises ValueError when labels are passed without ``shift_labels``."""
+        if self._settings.group.ranks == 1 or self._is_off(module):
             return
-        given = self._signature.bind(*args, **kwargs).arguments
-        labels, shifted = given.get("labels"), given.get("kwargs", {}).get("shift_labels")
+        arguments = self._arguments(args, kwargs)
+        labels, shifted = arguments.get("labels"), arguments.get("kwargs", {}).get("shift_labels")
         if labels is not None and shifted is None:
             raise ValueError(
                 f"upipe: {type(module).__name__} was called with labels, which it would shift within this rank's "
@@ -143,24 +165,20 @@ class LabelGuard:
 _IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
-class ImageGuard:
+class ImageGuard(_Guard):
     """Forward pre-hook of a vision-language model: refuses images beside plain positions.
 
-    Tokens of an image have positions of three components, which the model computes where it is given none. Data loaders
-    for sequence parallelism add plain ones, and the model would take them without a word.
+    Tokens of an image have positions of three components, which the model computes where it is passed none. Data
+    loaders for sequence parallelism add plain ones, and the model would take them without a word.
     """
 
-    def __init__(self, module: nn.Module, settings: LayerSettings) -> None:
-        self._signature = inspect.signature(module.forward)
-        self._settings = settings
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError when position_ids of one component are given with images."""
-        if self._settings.disabled_in_eval and not module.training:
+        """Raises ValueError when position_ids of one component are passed with images."""
+        if self._is_off(module):
             return
-        given = self._signature.bind(*args, **kwargs).arguments
-        images = [name for name in _IMAGES if given.get(name) is not None]
-        positions = given.get("position_ids")
+        arguments = self._arguments(args, kwargs)
+        images = [name for name in _IMAGES if arguments.get(name) is not None]
+        positions = arguments.get("position_ids")
         if images and isinstance(positions, Tensor) and positions.dim() == 2:
             raise ValueError(
                 f"upipe: {type(module).__name__} was called with {images[0]} and position_ids of shape "
@@ -169,7 +187,7 @@ class ImageGuard:
             )
 
 
-def _inspect(position_ids: Any, mask: Any, rows: int) -> tuple[_Fault, int, bool]:
+def _inspect(position_ids: Tensor | None, mask: Any, rows: int) -> tuple[_Fault, int, bool]:
     """This rank's fault, its first position (0 where there is none to read), and whether positions restart."""
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if not bool((mask == 1).all()):
@@ -191,9 +209,9 @@ def _check(by_rank: list[list[int]]) -> bool:
     ranks = range(len(by_rank))
     batch, rows, first, faults, restarts = zip(*by_rank, strict=True)
     for fault, advice in _ADVICE.items():
-        guilty = [r for r in ranks if faults[r] == fault]
-        if guilty:
-            raise ValueError(f"upipe: on sequence-parallel ranks {guilty}: {advice}")
+        faulty = [r for r in ranks if faults[r] == fault]
+        if faulty:
+            raise ValueError(f"upipe: on sequence-parallel ranks {faulty}: {advice}")
     if len(set(rows)) > 1 or len(set(batch)) > 1:
         raise ValueError(
             f"upipe: the ranks of a sequence-parallel group hold different shapes: batch {list(batch)}, rows "

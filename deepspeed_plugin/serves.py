@@ -1,4 +1,4 @@
-"""What ``upipe check MODEL`` asks this plugin, through its entry point: would it put UPipe into that model?"""
+"""The plugin's answer to ``upipe check MODEL``, which asks by an entry point: would UPipe be put into that model?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from upipe_integrations import UPipeConfig
 
 
 def serves(fields: Mapping[str, Any], settings: Sequence[UPipeConfig], ranks: int) -> str:
-    """What would be replaced in the model of a configuration: it is built without data, and read as at training.
+    """What would be replaced in the model of a configuration: it is built without data, and read as for training.
 
     Args:
-        fields: of a Transformers config.json.
-        settings: of the ``upipe`` key; each must be served.
-        ranks: that share a sequence.
+        fields: those of a Transformers config.json.
+        settings: possible ``upipe`` blocks; the model must be served with each.
+        ranks: the number of ranks that share a sequence.
+
+    Returns:
+        A clause: "replaces 32 LlamaAttention".
 
     Raises:
         ImportError: DeepSpeed or Transformers is not installed.
@@ -38,6 +41,7 @@ def serves(fields: Mapping[str, Any], settings: Sequence[UPipeConfig], ranks: in
 
 
 def _without_data(fields: Mapping[str, Any]) -> torch.nn.Module:
+    """The causal language model of a configuration, on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = fields.get("model_type")

@@ -16,10 +16,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A setting of the ds_config (keys joined by dots) that is refused when ``asked(value)``."""
+    """A setting of the ds_config that is refused.
+
+    Args:
+        setting: its keys, joined by dots.
+        refused: whether a value is; it is asked about None where the setting is absent.
+        why: the reason, as a clause.
+        remedy: what to do, as a sentence.
+    """
 
     setting: str
-    asked: Callable[[Any], bool]
+    refused: Callable[[Any], bool]
     why: str
     remedy: str
 
@@ -103,7 +110,7 @@ def check_stack(model: nn.Module, ds_config: Mapping[str, Any], mpu: Any) -> Non
     alst = _is_alst(mpu)
     for refusal in (*_REFUSED, *([_REFUSED_WITH_ALST] if alst else ())):
         value = _value(ds_config, refusal.setting)
-        if refusal.asked(value):
+        if refusal.refused(value):
             raise ValueError(
                 f"{refusal.setting} = {value!r} with the 'upipe' key: {refusal.why}. {refusal.remedy} To keep it, "
                 "remove the 'upipe' key."
@@ -138,27 +145,39 @@ def correct_checkpoints(engine: Any) -> None:
     """
     if not _is_alst(engine.mpu):
         return
-    state_of = getattr(engine, "_common_checkpoint_state", None)
-    load = getattr(engine.optimizer, "load_hp_checkpoint_state_from_checkpoint_dir", None)
+    save: Callable[..., dict[str, Any]] | None = getattr(engine, "_common_checkpoint_state", None)
+    if save is not None:
+        engine._common_checkpoint_state = _saving_one_tensor_rank(save)
+    optimizer = engine.optimizer
+    load: Callable[..., None] | None = getattr(optimizer, "load_hp_checkpoint_state_from_checkpoint_dir", None)
+    if load is not None and hasattr(optimizer, "mpu"):
+        optimizer.load_hp_checkpoint_state_from_checkpoint_dir = _loading_without_mpu(load, optimizer)
+
+
+def _saving_one_tensor_rank(save: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`save`, whose checkpoint says that it is of one tensor-parallel rank."""
 
     def saved(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        state: dict[str, Any] = state_of(*args, **kwargs)  # type: ignore[misc]
+        state = save(*args, **kwargs)
         dimensions = state.get("checkpoint_parallel_dimensions")
         if dimensions is not None:
             state["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": 1}
         return state
 
-    def loaded(*args: Any, **kwargs: Any) -> None:
-        mpu, engine.optimizer.mpu = engine.optimizer.mpu, None
-        try:
-            load(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            engine.optimizer.mpu = mpu
+    return saved
 
-    if state_of is not None:
-        engine._common_checkpoint_state = saved
-    if load is not None and hasattr(engine.optimizer, "mpu"):
-        engine.optimizer.load_hp_checkpoint_state_from_checkpoint_dir = loaded
+
+def _loading_without_mpu(load: Callable[..., None], optimizer: Any) -> Callable[..., None]:
+    """`load`, while which `optimizer` has no mpu to ask for tensor-parallel ranks."""
+
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        mpu, optimizer.mpu = optimizer.mpu, None
+        try:
+            load(*args, **kwargs)
+        finally:
+            optimizer.mpu = mpu
+
+    return loaded
 
 
 def _is_alst(mpu: Any) -> bool:
@@ -167,7 +186,7 @@ def _is_alst(mpu: Any) -> bool:
 
 
 def _value(ds_config: Mapping[str, Any], setting: str) -> Any:
-    """What `setting` is, or None where it is not there."""
+    """The value of `setting`, None where it is absent."""
     value: Any = ds_config
     for key in setting.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

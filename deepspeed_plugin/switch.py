@@ -48,12 +48,12 @@ class _Switch:
         self._wrap(module.DeepSpeedEngine, "__init__", _engine_init)
 
     def _wrap_alst(self, module: Any) -> None:
-        self._wrap(module.UlyssesSPAttentionHF, "__init__", alst.construct)
-        self._wrap(module.UlyssesSPAttentionHF, "register_with_transformers", alst.register_again)
+        self._wrap(module.UlyssesSPAttentionHF, "__init__", alst.init_deferring_refusal)
+        self._wrap(module.UlyssesSPAttentionHF, "register_with_transformers", alst.register_deferring_refusal)
 
     def _wrap(self, owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         # From vars, or a class method would be bound already.
-        setattr(owner, name, wrapt.decorator(wrapper, enabled=lambda: self.on)(vars(owner)[name]))
+        setattr(owner, name, wrapt.decorator(enabled=lambda: self.on)(wrapper)(vars(owner)[name]))
 
 
 _SWITCH = _Switch()
@@ -74,10 +74,9 @@ def unregister() -> None:
 
 def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """DeepSpeedEngine.__init__, after putting UPipe into the model when the config has the key."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    attachment = _attach_to_engine(given)
+    attachment = _attach_to_engine(inspect.signature(wrapped).bind(*args, **kwargs).arguments)
     if attachment is None:
-        alst.raise_refusal()
+        alst.raise_deferred_refusal()
         wrapped(*args, **kwargs)
         return
     try:
@@ -87,32 +86,33 @@ def _engine_init(wrapped: Callable[..., None], engine: Any, args: tuple[Any, ...
         raise
     correct_checkpoints(engine)
     engine.upipe = attachment
-    alst.settle_refusal()
+    alst.drop_deferred_refusals()
 
 
-def _attach_to_engine(given: dict[str, Any]) -> Attachment | None:
+def _attach_to_engine(arguments: dict[str, Any]) -> Attachment | None:
+    """UPipe put into the model of an engine that is built with `arguments`, and logged; None without the key."""
     import torch.distributed as dist
 
-    ds_config = given.get("config") or {}
+    ds_config = arguments.get("config") or {}
     settings = read_settings(ds_config)
     if settings is None:
         return None
-    attachment = _attach(given, settings, ds_config)
+    attachment = _attach(arguments, settings, ds_config)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _logger().info(attachment.summary)
     return attachment
 
 
-def _attach(given: dict[str, Any], settings: UPipeConfig, ds_config: dict[str, Any]) -> Attachment:
+def _attach(arguments: dict[str, Any], settings: UPipeConfig, ds_config: dict[str, Any]) -> Attachment:
     from deepspeed.accelerator import get_accelerator
 
-    model, mpu = given["model"], given.get("mpu")
+    model, mpu = arguments["model"], arguments.get("mpu")
     check_stack(model, ds_config, mpu)
     distributed = find_distributed_attention(model)
     if distributed:
         return attach_distributed(distributed, settings)
     zero_stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    group = find_group(ds_config, mpu, given.get("mesh_device"), zero_stage)
+    group = find_group(ds_config, mpu, arguments.get("mesh_device"), zero_stage)
     return attach(
         model,
         settings,

@@ -1,7 +1,8 @@
 """What a Megatron user can set, and which other settings it goes with. Imports nothing of Megatron.
 
-Command-line arguments, a TransformerConfig and a YAML namespace have the same names for the same things, so one
-table of rules checks any of them: arguments before a process group exists, a config when a layer is built.
+Command-line arguments, a TransformerConfig and a YAML namespace have the same names for the same things
+(:class:`Settings`), so one table of rules checks any of them: arguments before a process group exists, a config when a
+layer is built.
 """
 
 from __future__ import annotations
@@ -18,6 +19,30 @@ IMPL = "context_parallel_impl"
 """The argument and attribute that turns UPipe on: ``"native"`` or ``"upipe"``."""
 PREFIX = "upipe_"
 AUTO = "auto"
+
+
+class Settings:
+    """Megatron's settings by name, whatever release and whatever object they are from.
+
+    Args:
+        source: parsed arguments, a TransformerConfig, or a YAML namespace, of which sections are looked into as well.
+    """
+
+    def __init__(self, source: Any) -> None:
+        sections = (getattr(source, name, None) for name in ("model_parallel", "language_model"))
+        self._namespaces = (source, *(section for section in sections if section is not None))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The setting called `name`; `default` where this source has none of that name."""
+        for namespace in self._namespaces:
+            if hasattr(namespace, name):
+                return getattr(namespace, name)
+        return default
+
+    def ranks(self, name: str) -> int:
+        """A number of ranks; 1 where it is absent or None."""
+        value = self.get(name)
+        return 1 if value is None else int(value)
 
 
 @dataclass(frozen=True)
@@ -44,37 +69,42 @@ def options_from(source: Any) -> UPipeOptions | None:
     None where ``--context-parallel-impl`` is absent or native.
 
     Raises:
-        ValueError: an option is out of its range, or is given without the switch.
+        ValueError: an option is out of its range, or is set without the switch.
     """
-    given = _given(source)
-    if getattr(source, IMPL, None) in (None, "native"):
-        if given:
-            name = flag(PREFIX + next(iter(given)))
+    settings = Settings(source)
+    impl = settings.get(IMPL)
+    engine = _engine_settings(settings)
+    if impl in (None, "native"):
+        if engine:
+            name = flag(PREFIX + next(iter(engine)))
             raise ValueError(
                 f"{name} without {flag(IMPL)} upipe: it would be ignored. Add {flag(IMPL)} upipe, or leave {name} out."
             )
         return None
-    impl = getattr(source, IMPL)
     if impl != "upipe":
         raise ValueError(f"{flag(IMPL)} = {impl!r}: must be 'native' or 'upipe'.")
     # As pretrain_gpt.py chooses between the two when it deals a batch out.
-    whole = getattr(source, "dataloader_inter_document_masking", False) and not getattr(source, "sft", False)
-    return dataclasses.replace(resolve(source, given), documents_cut="whole" if whole else "each")
+    whole = settings.get("dataloader_inter_document_masking", False) and not settings.get("sft", False)
+    return dataclasses.replace(resolve(source, engine), documents_cut="whole" if whole else "each")
 
 
-def resolve(source: Any, given: dict[str, Any]) -> UPipeOptions:
-    """The options `given`, with defaults that depend on `source`: arguments, or a TransformerConfig.
+def resolve(source: Any, engine: dict[str, Any]) -> UPipeOptions:
+    """The options of the `engine`, completed by defaults that depend on `source`.
+
+    Args:
+        source: arguments, or a TransformerConfig.
+        engine: settings by their names in ``UPipeConfig``.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    given = dict(given)
-    if given.get("chunk_heads", AUTO) == AUTO:
-        given["chunk_heads"] = _number(source, "context_parallel_size")
-    if "memory" not in given and _recomputes_attention(source):
-        given["memory"] = "recompute"
+    settings, engine = Settings(source), dict(engine)
+    if engine.get("chunk_heads", AUTO) == AUTO:
+        engine["chunk_heads"] = settings.ranks("context_parallel_size")
+    if "memory" not in engine and _recomputes_attention(settings):
+        engine["memory"] = "recompute"
     try:
-        return UPipeOptions(UPipeConfig.from_mapping(given))
+        return UPipeOptions(UPipeConfig.from_mapping(engine))
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
 
@@ -84,11 +114,11 @@ def _in_flags(message: str) -> str:
     return re.sub(r"\bupipe\.(\w+)", lambda found: flag(PREFIX + found[1]), message)
 
 
-def _given(source: Any) -> dict[str, Any]:
-    """The engine's options that were given, by their names in ``UPipeConfig``."""
+def _engine_settings(settings: Settings) -> dict[str, Any]:
+    """The engine's settings that the user made, by their names in ``UPipeConfig``."""
     names = [field.name for field in dataclasses.fields(UPipeConfig)]
-    values = {name: getattr(source, PREFIX + name, None) for name in names}
-    # A switch that is off is one that was not given.
+    values = {name: settings.get(PREFIX + name) for name in names}
+    # A switch that is off is one that was not set.
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
@@ -101,15 +131,10 @@ def flag(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
-def _number(source: Any, name: str) -> int:
-    value = getattr(source, name, None)
-    return 1 if value is None else int(value)
-
-
-def _recomputes_attention(source: Any) -> bool:
+def _recomputes_attention(settings: Settings) -> bool:
     """Whether Megatron's selective recomputation covers core attention."""
-    modules = getattr(source, "recompute_modules", None)
-    return getattr(source, "recompute_granularity", None) == "selective" and "core_attn" in (modules or ["core_attn"])
+    modules = settings.get("recompute_modules") or ["core_attn"]
+    return settings.get("recompute_granularity") == "selective" and "core_attn" in modules
 
 
 # ---------------------------------------------------------------- what UPipe goes with
@@ -120,8 +145,8 @@ class Rule:
     """A setting that UPipe refuses.
 
     Args:
-        names: the attributes that hold it, in any release.
-        refused: whether a value is.
+        names: the names it has, of which a release has one.
+        refused: ``refused(value)``, whether a value is refused; None is where the setting is absent.
         reason: why, as the end of a sentence.
         remedy: what to do, as a sentence.
     """
@@ -261,9 +286,10 @@ RULES = (
 
 def check_rules(source: Any) -> None:
     """Raise ValueError where `source` (arguments or a TransformerConfig) has a setting that UPipe refuses."""
+    settings = Settings(source)
     for rule in RULES:
         for name in rule.names:
-            value = getattr(source, name, None)
+            value = settings.get(name)
             if rule.refused(value):
                 shown = getattr(value, "name", value)
                 remedy = rule.remedy.format(flag=flag(name), impl=flag(IMPL))
@@ -305,13 +331,14 @@ def check_arguments(args: Any, options: UPipeOptions) -> list[str]:
         ValueError: a setting that UPipe refuses.
     """
     check_rules(args)
-    ranks = _number(args, "context_parallel_size")
-    heads = getattr(args, "num_attention_heads", None)
+    settings = Settings(args)
+    ranks = settings.ranks("context_parallel_size")
+    heads = settings.get("num_attention_heads")
     if heads is not None:
-        groups = getattr(args, "num_query_groups", None)
-        if groups is None or not getattr(args, "group_query_attention", True):
+        groups = settings.get("num_query_groups")
+        if groups is None or not settings.get("group_query_attention", True):
             groups = heads
-        tensor_ranks = _number(args, "tensor_model_parallel_size")
+        tensor_ranks = settings.ranks("tensor_model_parallel_size")
         check_heads(options, heads=heads, groups=groups, ranks=ranks, tensor_ranks=tensor_ranks)
     if ranks > 1:
         return []

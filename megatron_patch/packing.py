@@ -1,4 +1,4 @@
-"""Packed sequences: which rows of a packed sequence a rank holds, and where its documents end."""
+"""Which rows of a sequence a context-parallel rank holds, and where the documents of a packed one end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,24 @@ _REMEMBERED = "_upipe_packing"
 class Packing:
     """How one microbatch lies on the context-parallel ranks.
 
+    Of one sequence a rank holds two half-chunks (zigzag); of packed documents that are cut ``"each"``, two of every
+    document. On two ranks, documents of 4 and of 8 rows::
+
+        row                0  1  2  3 | 4  5  6  7  8  9  10 11
+        half-chunk         a  b  c  d | a  a  b  b  c  c  d  d
+        rank 0 holds       0        3 | 4  5              10 11    a and d of each document
+        rank 1 holds          1  2    |       6  7  8  9           b and c
+        position           0  1  2  3 | 0  1  2  3  4  5  6  7     in its document, for the rotary embedding
+
+    So rank 0's rows are 0 3 4 5 10 11, in this order.
+
+    Cut as a ``"whole"``, the 12 rows are one zigzag, and documents only say who attends whom.
+
     Args:
-        layout: which rows this rank holds.
+        layout: which rows each rank holds.
         documents: boundaries of the documents, which do not attend each other; None is one sequence per batch row.
-        rank: of this process in the context-parallel group, of `ranks`.
+        rank: of this process in the context-parallel group.
+        ranks: of that group.
         length: rows of the whole sequence.
     """
 
@@ -31,11 +45,11 @@ class Packing:
     ranks: int
     length: int
 
-    def rows_of_table(self, table_rows: int) -> Tensor | None:
-        """The rows of a rotary table that belong to this rank's rows; None where it is cut for this rank already.
+    def table_indices(self, table_rows: int) -> Tensor | None:
+        """Which entries of a rotary table are those of this rank's rows, `[rows of this rank]`.
 
-        A table as long as the packed sequence has a row for each of its rows, a shorter one for each position in a
-        document (Megatron's ``_apply_rotary_pos_emb_thd``).
+        A table as long as the packed sequence has an entry for each of its rows, a shorter one for each position in a
+        document (Megatron's ``_apply_rotary_pos_emb_thd``). None where the table is cut for this rank already.
         """
         if self.documents is None:
             return None
@@ -47,13 +61,13 @@ class Packing:
         return rows - starts
 
 
-def packing_of(packed_seq_params: Any, rows: int, group: Any, documents_cut: str) -> Packing:
+def read_packing(packed_seq_params: Any, rows: int, group: Any, documents_cut: str) -> Packing:
     """The packing of a microbatch of which this rank holds `rows` rows.
 
     Args:
         packed_seq_params: Megatron's ``PackedSeqParams``, or None.
-        rows: of this rank.
-        group: context-parallel group.
+        rows: those of this rank.
+        group: the context-parallel group.
         documents_cut: ``UPipeOptions.documents_cut``.
 
     Raises:
@@ -85,7 +99,11 @@ def packing_of(packed_seq_params: Any, rows: int, group: Any, documents_cut: str
 
 
 def _boundaries(packed_seq_params: Any, length: int) -> tuple[int, ...]:
-    """``(0, ..., length)``, of the padded documents where they are padded."""
+    """The boundaries of the documents, ``(0, ..., length)``; of the padded ones where they are padded.
+
+    Raises:
+        ValueError: they do not rise to `length`.
+    """
     lengths = packed_seq_params.cu_seqlens_q_padded
     if lengths is None:
         lengths = packed_seq_params.cu_seqlens_q

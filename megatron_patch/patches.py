@@ -15,7 +15,7 @@ from typing import Any
 import wrapt
 
 from megatron_patch.arguments import add_arguments, fill_in
-from megatron_patch.options import IMPL, UPipeOptions, check_arguments, flag, options_from
+from megatron_patch.options import IMPL, Settings, UPipeOptions, check_arguments, flag, options_from
 
 _CONFIG = "upipe"
 """The attribute of a TransformerConfig that holds the options."""
@@ -83,7 +83,7 @@ def _not_both_yaml_and_flags(wrapped: Any, instance: Any, args: Any, kwargs: Any
     """Megatron ignores arguments beside a YAML file: ours must not be among what is ignored."""
     parsed = wrapped(*args, **kwargs)
     ours = [word for word in sys.argv[1:] if word.startswith(("--upipe-", flag(IMPL)))]
-    if ours and getattr(parsed, "yaml_cfg", None) is not None:
+    if ours and Settings(parsed).get("yaml_cfg") is not None:
         raise ValueError(
             f"{ours[0]} beside --yaml-cfg, with which Megatron ignores other arguments: put {IMPL}: upipe and "
             "upipe_chunk_heads into the YAML file, under model_parallel."
@@ -93,39 +93,20 @@ def _not_both_yaml_and_flags(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 def _validated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Defaults are filled in before Megatron prints its arguments, and checked after it has completed its own."""
-    given = args[0] if args else kwargs["args"]
-    sections = _sections(given)
-    options = options_from(sections)
+    parsed = args[0] if args else kwargs["args"]
+    options = options_from(parsed)
     if options is not None:
-        fill_in(given, options)
+        fill_in(parsed, options)
     result = wrapped(*args, **kwargs)
     if options is not None:
-        for note in check_arguments(_sections(result if result is not None else given), options):
+        for note in check_arguments(result if result is not None else parsed, options):
             _say(note)
     return result
 
 
-class _Sections:
-    """A YAML namespace whose sections are looked into as well."""
-
-    def __init__(self, *namespaces: Any) -> None:
-        self._namespaces = namespaces
-
-    def __getattr__(self, name: str) -> Any:
-        for namespace in self._namespaces:
-            if hasattr(namespace, name):
-                return getattr(namespace, name)
-        raise AttributeError(name)
-
-
-def _sections(args: Any) -> Any:
-    nested = [getattr(args, name) for name in ("model_parallel", "language_model") if hasattr(args, name)]
-    return _Sections(args, *nested) if nested else args
-
-
 def _with_options(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     config = wrapped(*args, **kwargs)
-    setattr(config, _CONFIG, options_from(_sections(args[0] if args else kwargs["args"])))
+    setattr(config, _CONFIG, options_from(args[0] if args else kwargs["args"]))
     return config
 
 
@@ -139,7 +120,7 @@ def _options_of(config: Any) -> UPipeOptions | None:
         return options
     variables = sys.modules.get("megatron.training.global_vars")
     args = getattr(variables, "_GLOBAL_ARGS", None)
-    return None if args is None else options_from(_sections(args))
+    return None if args is None else options_from(args)
 
 
 def _patch_model(module: ModuleType, name: str, specs: tuple[str, ...] | None) -> None:

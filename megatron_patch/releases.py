@@ -12,7 +12,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
-class _AtOneRank(DotProductAttention):
+class _CoreAttentionAtOneRank(DotProductAttention):
     """Megatron's own core attention, built though it refuses context parallelism.
 
     UPipe does not call it, but it holds the parameter of attention sinks, and serves inference at one rank.
@@ -27,13 +27,17 @@ class _AtOneRank(DotProductAttention):
 def core_attention_at_one_rank(submodules: Any) -> Any:
     """`submodules` with a core attention that can be built at any context-parallel size."""
     if submodules.core_attention is DotProductAttention:
-        return dataclasses.replace(submodules, core_attention=_AtOneRank)
+        return dataclasses.replace(submodules, core_attention=_CoreAttentionAtOneRank)
     return submodules
 
 
-def sinks_of(attention: Any) -> Tensor | None:
-    """`[heads of this rank]`, the logits of attention sinks; None without them."""
-    kind = getattr(attention.config, "softmax_type", "vanilla")
+def sink_logits(attention: Any) -> Tensor | None:
+    """The logits of attention sinks, `[query heads of this tensor-parallel rank]`; None without sinks.
+
+    Raises:
+        ValueError: a core attention of which UPipe does not know where its sinks are.
+    """
+    kind: str = getattr(attention.config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None
     offset: Tensor | None = getattr(attention.core_attention, "softmax_offset", None)
@@ -49,8 +53,8 @@ def sinks_of(attention: Any) -> Tensor | None:
     return torch.zeros(attention.num_attention_heads_per_partition, device=weight.device, dtype=weight.dtype)
 
 
-def window_of(config: Any, layer_number: int) -> int | None:
-    """Positions a row attends in this layer, itself among them; None for all before it.
+def layer_window(config: Any, layer_number: int) -> int | None:
+    """How many positions a row attends in this layer, itself among them; None for all before it.
 
     Raises:
         ValueError: a window that looks ahead.

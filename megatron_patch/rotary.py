@@ -16,8 +16,8 @@ from upipe_integrations import RotateHalf
 _REMEMBERED = "_upipe_tables"
 
 
-def tables_of(angles: Tensor, dtype: torch.dtype, factor: float, interleaved: bool, packing: Packing) -> RotateHalf:
-    """The rotary of this rank's rows.
+def rotary_tables(angles: Tensor, dtype: torch.dtype, factor: float, interleaved: bool, packing: Packing) -> RotateHalf:
+    """The rotary of this rank's rows, with tables `[b or 1, rows, R]`.
 
     Args:
         angles: `[s, b or 1, 1, R]`.
@@ -29,11 +29,11 @@ def tables_of(angles: Tensor, dtype: torch.dtype, factor: float, interleaved: bo
     remembered: dict[object, RotateHalf] = getattr(angles, _REMEMBERED, {})
     key = (dtype, factor, interleaved, packing)
     if key not in remembered:
-        rows = packing.rows_of_table(angles.shape[0])
-        chosen = angles if rows is None else angles.index_select(0, rows.to(angles.device))
-        chosen = chosen.squeeze(2).transpose(0, 1)
-        tables = ((f(chosen) * factor).to(dtype) for f in (torch.cos, torch.sin))
-        remembered[key] = RotateHalf(*tables, interleaved=interleaved)
+        indices = packing.table_indices(angles.shape[0])
+        chosen = angles if indices is None else angles.index_select(0, indices.to(angles.device))
+        chosen = chosen.squeeze(2).transpose(0, 1)  # [rows, b or 1, 1, R] -> [b or 1, rows, R]
+        cos, sin = ((f(chosen) * factor).to(dtype) for f in (torch.cos, torch.sin))
+        remembered[key] = RotateHalf(cos, sin, interleaved=interleaved)
         if not angles.requires_grad:
             setattr(angles, _REMEMBERED, remembered)
     return remembered[key]

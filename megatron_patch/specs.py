@@ -24,7 +24,7 @@ def upipe_options(
         config: the model's TransformerConfig.
         chunk_heads: query heads per stage over all context-parallel ranks; ``"auto"`` is the number of ranks.
         documents_cut: see :class:`UPipeOptions`.
-        engine: more of :class:`~upipe_integrations.UPipeConfig`, such as ``memory="fused"``.
+        engine: other fields of :class:`~upipe_integrations.UPipeConfig`, such as ``memory="fused"``.
 
     Raises:
         ValueError: an unknown option, one out of its range, or a setting of `config` that UPipe refuses.
@@ -53,7 +53,7 @@ def upipe_spec(spec: Any, options: UPipeOptions | UPipeConfig) -> Any:
         options: the engine's settings, or all options.
 
     Raises:
-        ValueError: there is no self-attention in it, or another kind of attention (latent, linear) is.
+        ValueError: the spec has no self-attention, or has attention of another kind (latent, linear).
     """
     if isinstance(options, UPipeConfig):
         options = UPipeOptions(options)
@@ -67,7 +67,11 @@ def upipe_spec(spec: Any, options: UPipeOptions | UPipeConfig) -> Any:
 
 
 def _converted(spec: Any, options: UPipeOptions) -> tuple[Any, int]:
-    """(the spec, how many self-attentions were replaced in it)."""
+    """(`spec` with UPipe's class for each self-attention, how many those are).
+
+    Specs nest in one another: a ``ModuleSpec`` in the dataclass of a layer's submodules, in a list of layers, in the
+    arguments of a ``functools.partial``.
+    """
     if isinstance(spec, ModuleSpec) and isinstance(spec.module, type):
         if spec.module is SelfAttention:
             params = {**spec.params, "upipe": options}
@@ -81,12 +85,12 @@ def _converted(spec: Any, options: UPipeOptions) -> tuple[Any, int]:
         _refuse_other_attention(spec.func)
         keywords, count = {}, 0
         for name, value in spec.keywords.items():
-            keywords[name], of_value = _converted(value, options)
-            count += of_value
+            keywords[name], replaced = _converted(value, options)
+            count += replaced
         return functools.partial(spec.func, *spec.args, **keywords), count
     if isinstance(spec, (list, tuple)):
-        parts = [_converted(part, options) for part in spec]
-        return type(spec)(part for part, _ in parts), sum(count for _, count in parts)
+        items = [_converted(item, options) for item in spec]
+        return type(spec)(item for item, _ in items), sum(count for _, count in items)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return spec, 0
     changes, total = {}, 0

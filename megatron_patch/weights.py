@@ -1,6 +1,6 @@
 """Reading the weights of Megatron's parallel linear layers as those layers themselves would.
 
-A layer that is not called does not run its hooks, its norm or its gradient accumulation: they are done here.
+A layer that is not called does not run its hooks, its norm or its gradient accumulation: this file does.
 """
 
 from __future__ import annotations
@@ -12,15 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+
+class ParallelLinear(nn.Module):
+    """For annotations: what all linear layers have that are read, Megatron's and Transformer Engine's.
+
+    Attributes:
+        weight: `[outputs, inputs]` of this tensor-parallel rank.
+        bias: `[outputs]`; of no meaning where the layer was built without one.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+
+
 _READ = {"weight", "bias", "layer_norm_weight", "layer_norm_bias"}
 
 
-def why_not_readable(linear: nn.Module) -> str | None:
-    """What `linear` does more than its weight, bias and input norm say, or None.
+def read_refusal(linear: nn.Module) -> str | None:
+    """Why the weight of `linear` can't be read directly; None where it can. The text goes on after the layer's name.
 
     Adapters, quantised or split weights and forward hooks would be bypassed.
     """
-    parameters = {of for of, _ in linear.named_parameters()}
+    parameters = {name for name, _ in linear.named_parameters()}
     if "weight" not in parameters or parameters - _READ:
         return f"has the parameters {', '.join(sorted(parameters))}, not just a weight, a bias and an input norm"
     if linear._forward_hooks:
@@ -30,49 +43,67 @@ def why_not_readable(linear: nn.Module) -> str | None:
     return None
 
 
-def is_bare(linear: nn.Module) -> bool:
+def is_unmodified(linear: nn.Module) -> bool:
     """Whether reading `linear` is all that calling it would do: nothing was put around it, forward or backward."""
     added = (linear._backward_hooks, linear._backward_pre_hooks, linear._modules)
-    return why_not_readable(linear) is None and "forward" not in vars(linear) and not any(added)
+    return read_refusal(linear) is None and "forward" not in vars(linear) and not any(added)
 
 
-def checked_linear(linear: nn.Module, name: str) -> None:
-    """Raise ValueError where :func:`why_not_readable` has a reason."""
-    what = why_not_readable(linear)
-    if what:
+def check_linear(linear: nn.Module, name: str) -> None:
+    """Raise ValueError where :func:`read_refusal` has a reason."""
+    reason = read_refusal(linear)
+    if reason is not None:
         raise ValueError(
-            f"upipe: {name} ({type(linear).__name__}) {what}. UPipe reads this layer's weight directly: remove what "
+            f"upipe: {name} ({type(linear).__name__}) {reason}. UPipe reads this layer's weight directly: remove what "
             "was added, or use --context-parallel-impl native."
         )
 
 
-def run_pre_hooks(*modules: nn.Module) -> None:
-    """Run the forward pre-hooks of modules whose parameters are read.
+def run_pre_hooks(*modules: nn.Module | None) -> None:
+    """Run the forward pre-hooks of modules whose parameters are read; None is passed over.
 
     With ``--overlap-param-gather`` they wait until the parameters have arrived.
     """
     for module in modules:
-        for hook in list(module._forward_pre_hooks.values()):
-            hook(module, ())  # type: ignore[operator]
+        if module is not None:
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
 
 
 @dataclass(frozen=True)
 class QkvPlaces:
-    """Where the heads are among those of ``linear_qkv``: per query group its queries, gates, key and value."""
+    """Where heads are among all heads that ``linear_qkv`` makes on one tensor-parallel rank.
+
+    The weight is `[outputs, h]`, and its outputs go by query group (KV head): the group's queries, their gates where
+    attention is gated, its key, its value. A tensor-parallel rank holds whole groups, those of rank 0 first. With 8
+    query heads in 4 groups on 2 tensor-parallel ranks (q0 is a head: head_dim outputs)::
+
+        tensor-parallel rank    0                                     1
+        group                   0                  1                  2                  3
+        heads                   q0 q1 k0 v0        q2 q3 k1 v1        q4 q5 k2 v2        q6 q7 k3 v3
+        place on its rank       0  1  2  3         4  5  6  7         0  1  2  3         4  5  6  7
+        heads, with gates       q0 q1 g0 g1 k0 v0  q2 q3 g2 g3 k1 v1  q4 q5 g4 g5 k2 v2  q6 q7 g6 g7 k3 v3
+        place on its rank       0  1  2  3  4  5   6  7  8  9  10 11  0  1  2  3  4  5   6  7  8  9  10 11
+
+    The head at place p is the rank's outputs ``p * head_dim ... (p + 1) * head_dim - 1``.
+
+    Attributes:
+        q, gate, k, v: places, in the order of the query heads or groups of the rank; no gates without gated attention.
+    """
 
     q: tuple[int, ...]
     gate: tuple[int, ...]
     k: tuple[int, ...]
     v: tuple[int, ...]
 
-    def gate_rows(self, head_dim: int, device: torch.device) -> Tensor:
-        """Rows of the weight that make the gates."""
+    def gate_outputs(self, head_dim: int, device: torch.device) -> Tensor:
+        """The outputs of ``linear_qkv`` that are gates, in the order of the query heads: `[query heads * head_dim]`."""
         first = torch.tensor(self.gate, device=device)[:, None] * head_dim
         return (first + torch.arange(head_dim, device=device)).flatten()
 
 
-def heads_in_qkv(heads: int, groups: int, gated: bool) -> QkvPlaces:
-    """The places for `heads` query heads in `groups` groups on one tensor-parallel rank."""
+def qkv_places(heads: int, groups: int, gated: bool) -> QkvPlaces:
+    """The places of `heads` query heads in `groups` query groups: those of one tensor-parallel rank."""
     r = heads // groups
     width = r * (2 if gated else 1) + 2
     starts = [group * width for group in range(groups)]
@@ -84,15 +115,19 @@ def heads_in_qkv(heads: int, groups: int, gated: bool) -> QkvPlaces:
     )
 
 
-def input_norm(linear: nn.Module) -> Callable[[Tensor], Tensor]:
+def input_norm(linear: Any) -> Callable[[Tensor], Tensor]:
     """The norm that Transformer Engine's ``LayerNormLinear`` applies to its input; the identity elsewhere.
 
-    Differentiated by autograd, which returns the gradients of its weight and bias.
+    `[s, b, h]` -> `[s, b, h]`, differentiated by autograd, which returns the gradients of its weight and bias.
+
+    Raises:
+        ValueError: a norm other than LayerNorm and RMSNorm.
     """
-    weight = getattr(linear, "layer_norm_weight", None)
+    weight: Tensor | None = getattr(linear, "layer_norm_weight", None)
     if weight is None:
         return _identity
-    bias, eps = getattr(linear, "layer_norm_bias", None), linear.eps
+    bias: Tensor | None = getattr(linear, "layer_norm_bias", None)
+    eps: float = linear.eps
     zero_centered, kind = linear.zero_centered_gamma, linear.normalization
 
     def norm(x: Tensor) -> Tensor:
@@ -117,27 +152,32 @@ def _identity(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- gradients into main_grad
 
 
-def main_grad_of(linear: nn.Module) -> Tensor | None:
-    """The buffer that Megatron accumulates the weight's gradient in, where it lets the layer's backward do so."""
-    fused = getattr(linear, "gradient_accumulation_fusion", False) or getattr(linear, "fuse_wgrad_accumulation", False)
-    weight: Any = linear.weight
-    if not fused or not weight.requires_grad:
+def main_grad_buffer(linear: ParallelLinear) -> Tensor | None:
+    """The buffer that the weight's gradient is accumulated in, in the weight's shape.
+
+    None where Megatron does not let the layer's backward do so, and autograd's gradient is what it takes.
+    """
+    # Megatron's layers have the first of these names, Transformer Engine's the second.
+    in_backward = getattr(linear, "gradient_accumulation_fusion", False) or getattr(
+        linear, "fuse_wgrad_accumulation", False
+    )
+    if not in_backward or not linear.weight.requires_grad:
         return None
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    main_grad: Tensor | None = getattr(linear.weight, "main_grad", None)
     return main_grad
 
 
-def with_gradient_in_main_grad(linear: nn.Module) -> Tensor:
+def weight_read(linear: ParallelLinear) -> Tensor:
     """The layer's weight; where its gradient goes to ``main_grad``, it tells Megatron's hooks so in backward."""
-    weight: Any = linear.weight
-    if main_grad_of(linear) is None:
-        return weight  # type: ignore[no-any-return]
+    weight = linear.weight
+    if main_grad_buffer(linear) is None:
+        return weight
     marked: Tensor = _AddedToMainGrad.apply(weight)  # type: ignore[no-untyped-call]
     return marked
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """Gives the weight a gradient of no meaning, as Megatron's own fused layers do.
+    """Gives the weight a gradient of no meaning, as Megatron's own layers do that accumulate in ``main_grad``.
 
     Megatron's hook on the parameter must run (it starts the reduction), and finds by ``grad_added_to_main_grad``
     that there is nothing to add.

@@ -111,7 +111,8 @@ def shard_features(
     if int(stands_in.sum()) != features.shape[0]:
         raise ValueError(
             f"features of shape {tuple(features.shape)} for {int(stands_in.sum())} tokens {placeholder} in input_ids "
-            f"of shape {tuple(input_ids.shape)}: must have a row for each. Pass input_ids of the whole batch, not a shard."
+            f"of shape {tuple(input_ids.shape)}: must have a row for each. Pass input_ids of the whole batch, not a "
+            "shard."
         )
     layout, C, rank = layout or Layout(), group_ranks(group), group_rank(group)
     mine: Tensor = layout.deal(numbers, 1, rank, C)[layout.deal(stands_in, 1, rank, C)]

@@ -1,7 +1,7 @@
-"""What a model does to logits between its output head and its loss: a softcap, a scale, a cast, a cut vocabulary.
+"""What a model applies to logits between its output head and its loss: a softcap, a scale, a cast, a cut vocabulary.
 
 A tiled loss must do the same to each tile, and must know it when the head is called: under ZeRO-3 the head's weight is
-there in that call alone. Names of attributes don't tell (``logits_scaling`` divides in Granite and multiplies
+gathered in that call alone. Names of attributes don't tell (``logits_scaling`` divides in Granite and multiplies
 elsewhere), so the model's own forward is asked beforehand, with stand-ins for its submodules: nothing of it runs
 but the code around the head. In the real call :class:`RecordedLogits` stand for the logits and record again, and the
 caller compares: a forward that could not be asked, or does something else, is refused and never a wrong number.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Names of functions whose result in a row depends on the same row alone.
 _ROW_BY_ROW = {
     "div",
     "true_divide",
@@ -33,14 +34,8 @@ _ROW_BY_ROW = {
     "to",
     "contiguous",
 }
-
-
 _CASTS = ("float", "contiguous")  # a loss casts to float32 itself
-
-
 _ALIASES = ("detach", "view_as")  # how the hooks of ZeRO-3 pass a tensor through
-
-
 _DESCRIPTIONS = ("shape", "dtype", "ndim", "size", "dim", "numel", "__len__", "is_floating_point")
 
 
@@ -59,11 +54,11 @@ class Operation:
     @property
     def treats_rows_alike(self) -> bool:
         """Whether each row of the result depends on the same row of the logits, and on constants, alone."""
-        name, given = self.function.__name__, (*self.args, *self.kwargs.values())
+        name, operands = self.function.__name__, (*self.args, *self.kwargs.values())
         if name == "__getitem__":  # [..., :n]
-            index = given[0]
+            index = operands[0]
             return isinstance(index, tuple) and len(index) == 2 and index[0] is ... and isinstance(index[1], slice)
-        return name in _ROW_BY_ROW and all(isinstance(a, bool | int | float | torch.dtype) for a in given)
+        return name in _ROW_BY_ROW and all(isinstance(a, bool | int | float | torch.dtype) for a in operands)
 
     def __str__(self) -> str:
         return ", ".join([self.function.__name__.strip("_"), *(f"{a}" for a in self.args)])
@@ -112,7 +107,7 @@ class LogitsFunction:
 
 
 class RecordedLogits(Tensor):
-    """Data of any shape in the place of logits: what is done to the logits is recorded and not done to the data.
+    """Data of any shape in the place of logits: what is applied to the logits is recorded, and not done to the data.
 
     Shape and dtype are those the logits would have. Autograd, and with it the hooks of ZeRO-3, sees the data.
 
@@ -120,14 +115,16 @@ class RecordedLogits(Tensor):
         ValueError: an operation that is not known to treat rows alike.
     """
 
-    logits: Tensor  # on the meta device
-    done: LogitsFunction
+    logits: Tensor
+    """What the logits would be now, on the meta device: `[B, L, V]`, without values."""
+    applied: LogitsFunction
+    """What was applied so far."""
 
     @classmethod
-    def of(cls, data: Tensor, logits: Tensor, done: LogitsFunction | None = None) -> RecordedLogits:
-        """`data` in the place of `logits` (a meta tensor, `[B, L, V]`), to which `done` was done."""
+    def of(cls, data: Tensor, logits: Tensor, applied: LogitsFunction | None = None) -> RecordedLogits:
+        """`data` in the place of `logits` (a meta tensor, `[B, L, V]`), to which `applied` was applied already."""
         result = data.as_subclass(cls)
-        result.logits, result.done = logits, done or LogitsFunction()
+        result.logits, result.applied = logits, applied or LogitsFunction()
         return result
 
     @classmethod
@@ -138,11 +135,11 @@ class RecordedLogits(Tensor):
             if name in _DESCRIPTIONS or (name == "__get__" and func.__self__.__name__ in _DESCRIPTIONS):
                 return func(self.logits, *args[1:], **kwargs)
             if name in _ALIASES:
-                return cls.of(func(*args, **kwargs), self.logits, self.done)
+                return cls.of(func(*args, **kwargs), self.logits, self.applied)
             if args and args[0] is self:
                 operation = Operation(func, args[1:], kwargs)
                 if operation.treats_rows_alike:
-                    return cls.of(self.view_as(self), operation(self.logits), self.done.then(operation))
+                    return cls.of(self.view_as(self), operation(self.logits), self.applied.then(operation))
             # What is left are autograd's questions and hooks, which give no tensor.
             result = None if name == "__setitem__" else func(*args, **kwargs)
         if isinstance(result, Tensor) or name == "__setitem__":
@@ -154,7 +151,7 @@ class RecordedLogits(Tensor):
 
 
 class _UnknownOperation(ValueError):
-    pass
+    """An operation on logits that is not known to treat rows alike."""
 
 
 def head_logits(hidden: Tensor, rows: Iterable[int], vocabulary: int) -> Tensor:
@@ -165,7 +162,7 @@ def head_logits(hidden: Tensor, rows: Iterable[int], vocabulary: int) -> Tensor:
 
 
 def logits_function(model: nn.Module, head: nn.Linear) -> LogitsFunction:
-    """What the module of `model` that calls `head` does to its logits, found by running that module's forward.
+    """What the module of `model` that calls `head` applies to its logits, found by running that module's forward.
 
     Every submodule is replaced by a stand-in that gives hidden states of one row. Where that can't work (the
     forward needs more of its decoder), nothing is assumed to be done: check against what a real call records.
@@ -179,7 +176,7 @@ def logits_function(model: nn.Module, head: nn.Linear) -> LogitsFunction:
         return LogitsFunction()
     try:
         logits = forward(_StandIn(owner, head), input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
-        return logits.done if isinstance(logits, RecordedLogits) else LogitsFunction()
+        return logits.applied if isinstance(logits, RecordedLogits) else LogitsFunction()
     except _UnknownOperation:
         raise
     except Exception:  # whatever code of others does with stand-ins
@@ -205,11 +202,11 @@ class _StandIn:
             return type(self._module).forward(self, *args, **kwargs)
         hidden = torch.zeros(1, 1, self._head.in_features, dtype=self._head.weight.dtype)
         if self._module is not self._head:
-            return _Outputs(hidden)
+            return _DecoderOutputs(hidden)
         return RecordedLogits.of(hidden, head_logits(hidden, (1, 1), self._head.out_features))
 
 
-class _Outputs:
+class _DecoderOutputs:
     """What a decoder returns: hidden states, and None for all else."""
 
     def __init__(self, hidden: Tensor) -> None:

@@ -27,8 +27,6 @@ from upipe_integrations.sharding import IGNORED, count_labels, sequence_sums, su
 from upipe_integrations.tiled_loss import TILE_ROWS, token_log_probs
 
 Reduction = Literal["mean", "sum"]
-
-
 TiledKernel = Literal["torch", "liger"]
 
 
@@ -77,7 +75,7 @@ def tiled_sequence_parallel_loss(
         inputs: what the model takes, without labels: this rank's shard.
         shift_labels, reduction, step_tokens: as above.
         tile_rows: rows whose logits are alive at a time; None is 1024.
-        kernel: ``torch``, or ``liger``: Liger's fused linear cross entropy (liger-kernel, a GPU). It forms gradients
+        kernel: ``torch``, or ``liger``: ``liger_fused_linear_cross_entropy`` (liger-kernel, a GPU). It forms gradients
             in forward, one matrix product fewer, and holds the head's, whole, until backward; it chooses its tiles.
             Its rounding differs, so it is not chosen unasked.
 
@@ -88,41 +86,53 @@ def tiled_sequence_parallel_loss(
     """
     _check_reduction(reduction)
     if kernel == "torch":
-        log_probs = target_log_probs(
-            engine, inputs, shift_labels, tile_rows=TILE_ROWS if tile_rows is None else tile_rows
-        )
+        rows = TILE_ROWS if tile_rows is None else tile_rows
+        log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=rows)
     elif kernel != "liger":
         raise ValueError(f'kernel = {kernel!r}: must be "torch" or "liger".')
     elif tile_rows is not None:
         raise ValueError(f'tile_rows = {tile_rows} with kernel = "liger": Liger chooses its tiles; leave it out.')
     else:
-        fused = _liger()
-
-        def compute(hidden: Tensor, head: nn.Linear, done: LogitsFunction) -> Tensor:
-            x, y = hidden.flatten(0, -2), shift_labels.flatten()
-            # Sums over its tiles in float32: in bfloat16 a sum of many tiles loses the last.
-            given = {"bias": head.bias, "ignore_index": IGNORED, "reduction": "sum", "accum_dtype": torch.float32}
-            return -fused(x, head.weight, y, softcap=done.softcap, **given)
-
-        log_probs = _run_with_head(engine, inputs, shift_labels, compute, only_softcap=True)
+        log_probs = _summed_log_probs_by_liger(engine, inputs, shift_labels)
     return _reduced(engine, -log_probs.sum(), shift_labels, reduction, step_tokens)
 
 
-def _liger() -> Any:
+def _summed_log_probs_by_liger(engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor) -> Tensor:
+    """A scalar: the sum of the log-probabilities of this rank's targets."""
+    cross_entropy = _liger_cross_entropy()
+
+    def compute(hidden: Tensor, head: nn.Linear, applied: LogitsFunction) -> Tensor:
+        loss: Tensor = cross_entropy(
+            hidden.flatten(0, -2),
+            head.weight,
+            shift_labels.flatten(),
+            bias=head.bias,
+            ignore_index=IGNORED,
+            reduction="sum",
+            softcap=applied.softcap,
+            # Sums over its tiles in float32: in bfloat16 a sum of many tiles loses the last.
+            accum_dtype=torch.float32,
+        )
+        return -loss
+
+    return _run_with_head(engine, inputs, shift_labels, compute, only_softcap=True)
+
+
+def _liger_cross_entropy() -> Callable[..., Any]:
+    """Liger's cross entropy of a linear head's logits, if it knows what is asked of it."""
     try:
         from liger_kernel.transformers import functional
     except ImportError:
         raise ImportError('kernel = "liger" needs liger-kernel: pip install liger-kernel') from None
-    fused = functional.liger_fused_linear_cross_entropy
-    missing = {"bias", "ignore_index", "reduction", "softcap", "accum_dtype"} - inspect.signature(
-        fused
-    ).parameters.keys()
+    function: Callable[..., Any] = functional.liger_fused_linear_cross_entropy
+    needed = {"bias", "ignore_index", "reduction", "softcap", "accum_dtype"}
+    missing = needed - inspect.signature(function).parameters.keys()
     if missing:
         raise ValueError(
             f'kernel = "liger": this liger-kernel has no {", ".join(sorted(missing))} in '
             "liger_fused_linear_cross_entropy. Update it (0.8.5 has them), or leave kernel out."
         )
-    return fused
+    return function
 
 
 def sequence_log_probs(
@@ -156,8 +166,10 @@ def target_log_probs(
 ) -> Tensor:
     """`[B, L]` log-probabilities of this rank's targets, 0 where there are none: what the tiled forms sum."""
 
-    def compute(hidden: Tensor, head: nn.Linear, done: LogitsFunction) -> Tensor:
-        return token_log_probs(hidden, head.weight, head.bias, shift_labels, logits_function=done, tile_rows=tile_rows)
+    def compute(hidden: Tensor, head: nn.Linear, applied: LogitsFunction) -> Tensor:
+        return token_log_probs(
+            hidden, head.weight, head.bias, shift_labels, logits_function=applied, tile_rows=tile_rows
+        )
 
     return _run_with_head(engine, inputs, shift_labels, compute)
 
@@ -187,6 +199,7 @@ def labelled_tokens(engine: Any, shift_labels: Iterable[Tensor]) -> Tensor:
 def _reduced(
     engine: Any, total: Tensor, shift_labels: Tensor, reduction: Reduction, step_tokens: Tensor | int | None
 ) -> Tensor:
+    """This rank's share of the loss from `total`, its sum over this rank's tokens; a scalar."""
     _check_reduction(reduction)
     if step_tokens is None:
         share = total if reduction == "sum" else total / count_labels(shift_labels, _group(engine)).clamp(min=1)
@@ -212,18 +225,28 @@ def _run_with_head(
     *,
     only_softcap: bool = False,
 ) -> Tensor:
-    """What ``compute(hidden, head, done to logits)`` gives in the head's own call, in the engine's forward."""
+    """The result of ``compute(hidden, head, applied)``, called in the place of the output head in the engine's forward.
+
+    Args:
+        engine, inputs, shift_labels: as above.
+        compute: of the hidden states `[B, L, E]`, the head, and what the model applies to the head's logits.
+        only_softcap: whether `compute` knows no more than a softcap.
+
+    Raises:
+        ValueError: the inputs, the model or its head do not allow it; see :func:`tiled_sequence_parallel_loss`.
+    """
     if "labels" in inputs or "shift_labels" in inputs:
         raise ValueError("inputs has labels: take them out; targets are the argument shift_labels, already shifted.")
     name = type(engine.module).__name__
     with _head_computes(engine.module, shift_labels, compute, only_softcap) as expected:
         output = engine(**inputs)
     logits = output.logits
-    done = logits.done if isinstance(logits, RecordedLogits) else None
-    if done is None or done.without_last_casts() != expected.without_last_casts():
+    applied = logits.applied if isinstance(logits, RecordedLogits) else None
+    if applied is None or applied.without_last_casts() != expected.without_last_casts():
+        recorded = "unknown" if applied is None else str(applied)
         raise ValueError(
             f"{name} changes logits after its output head in a way that the forward of the head's module does not "
-            f"show (done: {'unknown' if done is None else done}; shown: {expected}): a tiled loss would not be the "
+            f"show (done: {recorded}; shown: {expected}): a tiled loss would not be the "
             "model's. Use sequence_parallel_loss."
         )
     if getattr(output, "aux_loss", None) is not None:
@@ -242,10 +265,10 @@ def _head_computes(
     compute: Callable[[Tensor, nn.Linear, LogitsFunction], Tensor],
     only_softcap: bool,
 ) -> Iterator[LogitsFunction]:
-    """In the place of logits the output head gives what `compute` does, as RecordedLogits.
+    """While it lasts, the output head of `model` returns what `compute` gives, as :class:`RecordedLogits`.
 
     Yields:
-        What the model is expected to do to the logits, and `compute` has done.
+        What the model is expected to apply to the logits, which `compute` was told.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
@@ -273,12 +296,14 @@ def _head_computes(
         logits = head_logits(hidden, shift_labels.shape, head.out_features)
         return RecordedLogits.of(compute(hidden, head, expected), logits)
 
-    head.forward = forward  # type: ignore[method-assign, assignment]
+    replaced: Any = head
+    replaced.forward = forward
     try:
         yield expected
     finally:
-        del head.forward
+        del replaced.forward
 
 
 def _group(engine: Any) -> Any:
+    """The sequence-parallel group; None for one rank."""
     return engine.seq_parallel_group if engine.sequence_parallel_size > 1 else None

@@ -1,11 +1,14 @@
-"""What the engine must know of an attention module of Transformers, read once when UPipe is put in, or why not."""
+"""What the engine must know of an attention module of Transformers, read once when UPipe is put in, or why not.
+
+Shapes: B batch, L rows of the sequence on this rank, E hidden size, D head size.
+"""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_plugin.transformers.adapters import (
-    ReadLayer,
     active_adapters,
-    plain_layer,
-    read_parameters,
-    why_not_readable,
+    base_linear,
+    class_name,
+    read_refusal,
+    read_weights,
+    whole_shape,
 )
-from deepspeed_plugin.transformers.families import Family, class_name, family_of, is_vision
+from deepspeed_plugin.transformers.families import Family, family_of, is_vision
+from deepspeed_plugin.transformers.reader import AttentionReader
 from deepspeed_plugin.transformers.rotary import ModuleRotary
-from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf, Weights
+from upipe_integrations import AttentionSpec, KernelRequest, Mode, Projection, RotateHalf
 
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
@@ -42,8 +47,8 @@ class AttentionFacts:
     softcap: float | None
     sinks: bool
     rotates: bool
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    """The module's own rotary of `[B, L, heads, D]` with the model's tables; None when it is ``RotateHalf``."""
+    rotary: ModuleRotary | None
+    """The module's own rotary function; None where the layer has none, or one that is ``RotateHalf``."""
 
     def spec(self, documents: tuple[tuple[int, ...], ...] | None = None) -> AttentionSpec:
         """What the layer computes."""
@@ -53,50 +58,65 @@ class AttentionFacts:
         """What the layer's kernel must serve."""
         return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks)
 
-    def projections(self, module: nn.Module, low_rank_inputs: dict[str, Tensor]) -> list[Projection]:
-        """Weights of q, k and v, with the adapters of those layers (by name) that `low_rank_inputs` has."""
-        read = [ReadLayer.of(getattr(module, name), low_rank_inputs.get(name)) for name in self.family.inputs(module)]
-        places: Iterable[Iterable[int] | None] = [None] * 3
-        if self.family.fused is not None:
+    def projections(self, reader: AttentionReader, low_rank_inputs: dict[str, Tensor]) -> list[Projection]:
+        """The projections of q, k and v, without functions of their heads.
+
+        Args:
+            reader: of the module that these facts are of.
+            low_rank_inputs: `[B, L, r]` by the name of a layer with active adapters, from ``low_rank_input``.
+        """
+        read = [read_weights(layer, low_rank_inputs.get(name)) for name, layer in reader.input_layers().items()]
+        places: Sequence[Iterable[int] | None] = [None] * 3
+        if self.family.qkv_layer is not None:
             read *= 3
-            places = self._grouped_places() if self.family.grouped else self._consecutive_places()
+            places = self._places_in_qkv_layer()
         sizes = (self.head_dim, self.head_dim, self.value_dim)
         return [
-            Projection(
-                Weights(layer.weight, layer.bias, low_rank=layer.low_rank),
-                size,
-                places=None if of is None else tuple(of),
-            )
-            for layer, size, of in zip(read, sizes, places, strict=True)
+            Projection(weights, size, places=None if at is None else tuple(at))
+            for weights, size, at in zip(read, sizes, places, strict=True)
         ]
 
-    def _consecutive_places(self) -> list[range]:
-        """Where the heads of q, k and v are in a fused weight: all of one after all of the other."""
-        ends = [0, *itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))]
-        return [range(first, end) for first, end in itertools.pairwise(ends)]
+    def _places_in_qkv_layer(self) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+        """Where the heads of q, of k and of v are among all heads that a `qkv_layer` makes.
 
-    def _grouped_places(self) -> list[list[int]]:
-        """Where they are KV head by KV head: the queries that attend it, its k, its v."""
-        group = self.heads // self.kv_heads
-        q = [i + 2 * (i // group) for i in range(self.heads)]
-        return [q, *([(group + 2) * j + last for j in range(self.kv_heads)] for last in (group, group + 1))]
+        With 4 query heads and 2 KV heads its outputs are, in heads::
 
-    def finish(self, module: nn.Module, x: Tensor, attended: Tensor, projected: bool) -> Tensor:
-        """The module's output from what was attended, or is `projected` already."""
+            place          0   1   2   3   4   5   6   7
+            q, k, v        q0  q1  q2  q3  k0  k1  v0  v1
+            by KV head     q0  q1  k0  v0  q2  q3  k1  v1
+        """
+        if self.family.by_kv_head:
+            queries = self.heads // self.kv_heads
+            starts = range(0, self.heads + 2 * self.kv_heads, queries + 2)
+            q = [start + i for start in starts for i in range(queries)]
+            return q, [start + queries for start in starts], [start + queries + 1 for start in starts]
+        ends = itertools.accumulate((self.heads, self.kv_heads, self.kv_heads))
+        q_end, k_end, v_end = ends
+        return range(q_end), range(q_end, k_end), range(k_end, v_end)
+
+    def finish(self, reader: AttentionReader, x: Tensor, attended: Tensor, projected: bool) -> Tensor:
+        """The module's output `[B, L, E]`.
+
+        Args:
+            reader: of the module that these facts are of.
+            x: `[B, L, E]`, the module's input, which a gate reads.
+            attended: the attended heads `[B, L, H * Dv]`, or `[B, L, E]` where they were `projected` already.
+            projected: whether the engine ran the output projection.
+        """
         family = self.family
         if family.gate is not None:
-            attended = family.gate(module, x, attended)
-        out = attended if projected else getattr(module, family.output)(attended)
+            attended = family.gate(reader.module, x, attended)
+        out: Tensor = attended if projected else reader.output_layer(attended)
         if family.output_dropout is not None:
-            out = nn.functional.dropout(out, getattr(module, family.output_dropout), module.training)
-        return out  # type: ignore[no-any-return]
+            out = nn.functional.dropout(out, reader.value(family.output_dropout), reader.module.training)
+        return out
 
 
 def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     """The served attention modules of `model` by name.
 
     Raises:
-        ValueError: there are none, or there are others beside them.
+        ValueError: the model has no served attention module, or others beside them.
     """
     found: dict[str, nn.Module] = {}
     others: dict[str, set[str]] = {}
@@ -104,9 +124,9 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
         if family_of(module) is not None:
             found[name] = module
         elif _looks_like_attention(module) and not is_vision(module):
-            others.setdefault(_why_not(module), set()).add(type(module).__name__)
+            others.setdefault(_unserved_reason(module), set()).add(type(module).__name__)
     reasons = [f"{', '.join(sorted(names))} ({why})" for why, names in sorted(others.items())]
-    kinds = _strange_layers(model, found)
+    kinds = _other_layer_types(model, found)
     if kinds:
         reasons.append(f"layers of type {', '.join(kinds)}")
     remedy = "docs/families.md lists what is served. Remove the 'upipe' key to train this model with plain Ulysses."
@@ -119,33 +139,38 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _strange_layers(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
-    """Kinds of layers that the model's configuration names and that are not causal attention."""
+def _other_layer_types(model: nn.Module, found: dict[str, nn.Module]) -> list[str]:
+    """The types of layers in the model's configuration that are not causal attention."""
     config: Any = getattr(model, "config", None) or getattr(next(iter(found.values()), None), "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
     return sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
 
 
+def _has_any(module: nn.Module, *names: str) -> bool:
+    return any(hasattr(module, name) for name in names)
+
+
 def _looks_like_attention(module: nn.Module) -> bool:
     """Attention, or something in its place (linear attention, a state-space mixer), of a class we do not know."""
     name = type(module).__name__.lower()
-    holds_projections = any(hasattr(module, a) for a in ("q_proj", "qkv_proj", "query_key_value", "c_attn"))
-    called_so = name.endswith(("attention", "mixer", "deltanet")) and next(module.parameters(), None) is not None
-    return holds_projections or called_so
+    holds_projections = _has_any(module, "q_proj", "qkv_proj", "query_key_value", "c_attn")
+    named_so = name.endswith(("attention", "mixer", "deltanet")) and next(module.parameters(), None) is not None
+    return holds_projections or named_so
 
 
-def _why_not(module: nn.Module) -> str:
+def _unserved_reason(module: nn.Module) -> str:
+    """Why attention of a class that is not in the table is not served, from what its class shows."""
     name = type(module).__name__.lower()
-    if any(part in name for part in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
+    if any(word in name for word in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
         return "its state runs along the sequence, from rank to rank"
-    if any(hasattr(module, a) for a in ("is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers")):
+    if _has_any(module, "is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers"):
         return "layers share keys and values"
     if "cross" in name:
         return "it attends another sequence"
-    if hasattr(module, "indexer"):
+    if _has_any(module, "indexer"):
         return "it selects the keys of each query"
-    if hasattr(module, "kv_lora_rank") or hasattr(module, "kv_b_proj"):
+    if _has_any(module, "kv_lora_rank", "kv_b_proj"):
         return "latent attention (MLA) that no test compares with its unpatched model"
     if {"alibi", "position_bias"} & inspect.signature(module.forward).parameters.keys():
         return "its scores have a bias by position"
@@ -155,7 +180,7 @@ def _why_not(module: nn.Module) -> str:
 
 
 def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mode) -> AttentionFacts:
-    """What the engine must know of the attention module called `name`.
+    """What the engine must know of the attention module called `name`, one that ``find_attention`` gave.
 
     Raises:
         ValueError: the module uses something that is not supported; the message names it and the remedy.
@@ -163,11 +188,37 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     where = f"{name} ({type(module).__name__})"
     family = family_of(module)
     assert family is not None
-    any_module: Any = module
-    config = any_module.config
-    head_dim: int = getattr(module, family.head_dim)
-    value_dim: int = getattr(module, family.value_dim) if family.value_dim else head_dim
-    check_projections(where, module, family, mode)
+    reader = AttentionReader(module, family)
+    head_dim: int = reader.value(family.head_dim)
+    value_dim: int = head_dim if family.value_dim is None else reader.value(family.value_dim)
+    check_projections(where, reader, mode)
+    _check_settings(where, module, family)
+    _check_mode(where, family, head_dim, value_dim, mode)
+    heads, kv_heads = _head_counts(reader, head_dim)
+    for norm_name, norm, normed_heads in zip(family.norms, reader.norms, (heads, kv_heads), strict=True):
+        _check_norm(f"{where}.{norm_name}", norm, head_dim * (normed_heads if family.whole_norms else 1))
+    rotates = family.rotates(module)
+    window = family.window(module)
+    return AttentionFacts(
+        class_name=type(module).__name__,
+        family=family,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        hidden_size=reader.value("config").hidden_size,
+        scale=reader.value(family.scale),
+        window=int(window) if window else None,
+        softcap=reader.value(family.softcap),
+        sinks=reader.sinks is not None,
+        rotates=rotates,
+        rotary=_own_rotary(reader, head_dim, device) if rotates else None,
+    )
+
+
+def _check_settings(where: str, module: Any, family: Family) -> None:
+    """Raise ValueError where the module, or its configuration, has something that no kernel is asked for."""
+    config = module.config
     for key in ("attention_dropout", "attn_dropout"):
         rate = getattr(module, key, getattr(config, key, 0.0))
         if isinstance(rate, nn.Dropout):
@@ -177,15 +228,19 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
                 f"upipe: {where} has {key} = {rate}: dropout is not supported yet. Set the model "
                 f"config's {key} to 0.0, or remove the 'upipe' key."
             )
-    refused = {
+    unsupported = {
         "sinks": family.sinks is None and getattr(module, "sinks", None) is not None,
         "alibi": bool(getattr(config, "alibi", False)),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "is_causal = False": getattr(module, "is_causal", True) is False,
     }
-    for what, there in refused.items():
-        if there:
+    for what, is_set in unsupported.items():
+        if is_set:
             raise ValueError(f"upipe: {where} has {what}, which is not supported yet. Remove the 'upipe' key.")
+
+
+def _check_mode(where: str, family: Family, head_dim: int, value_dim: int, mode: Mode) -> None:
+    """Raise ValueError where the memory mode can't be had with this class."""
     if family.gate is not None and mode.output_in_loop:
         raise ValueError(
             f"upipe.memory = {mode.memory!r}: {where} changes the attended heads before its output projection, so that "
@@ -196,43 +251,25 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
             f"upipe.memory = {mode.memory!r}: {where} has value heads of {value_dim} and key heads of {head_dim}: "
             "not supported yet in blocks. Set upipe.memory to 'fused'."
         )
-    heads, kv_heads = _head_counts(module, family, head_dim)
-    for norm, of_all in zip(family.norms, (heads, kv_heads), strict=True):
-        _check_norm(f"{where}.{norm}", getattr(module, norm, None), head_dim * (of_all if family.whole_norms else 1))
-    rotates = family.rotates(module)
-    window = family.window(module)
-    return AttentionFacts(
-        class_name=type(module).__name__,
-        family=family,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        hidden_size=config.hidden_size,
-        scale=getattr(module, family.scale),
-        window=int(window) if window else None,
-        softcap=None if family.softcap is None else getattr(module, family.softcap),
-        sinks=family.sinks is not None and getattr(module, family.sinks) is not None,
-        rotates=rotates,
-        rotary=_own_rotary(module, family, head_dim, device) if rotates else None,
-    )
 
 
-def _head_counts(module: Any, family: Family, head_dim: int) -> tuple[int, int]:
-    """Query and KV heads of the layer; a fused projection's rows tell how many KV heads are in it."""
+def _head_counts(reader: AttentionReader, head_dim: int) -> tuple[int, int]:
+    """Query and KV heads of the layer; the outputs of a `qkv_layer` tell how many KV heads are in it."""
+    family = reader.family
     if family.latent is not None:
-        return module.num_heads, module.num_heads
-    if family.fused is None:
-        heads, kv_heads = (plain_layer(getattr(module, p)).out_features // head_dim for p in ("q_proj", "k_proj"))
-        return heads, kv_heads
-    heads = module.config.num_attention_heads
-    return heads, (plain_layer(getattr(module, family.fused)).out_features // head_dim - heads) // 2
+        heads: int = reader.value("num_heads")
+        return heads, heads
+    if family.qkv_layer is None:
+        q, k = (base_linear(reader.value(name)).out_features // head_dim for name in ("q_proj", "k_proj"))
+        return q, k
+    heads = reader.value("config").num_attention_heads
+    return heads, (base_linear(reader.value(family.qkv_layer)).out_features // head_dim - heads) // 2
 
 
 def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
     """Raise ValueError unless every parameter of `norm` has `size` elements, as the family has it."""
     for name, parameter in norm.named_parameters() if norm is not None else ():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under zero.Init only ds_shape knows
+        shape = whole_shape(parameter)
         if shape != (size,):
             raise ValueError(
                 f"upipe: {where} has a {name} of shape {shape}, not ({size},): a norm that tells heads apart is not "
@@ -240,23 +277,22 @@ def _check_norm(where: str, norm: nn.Module | None, size: int) -> None:
             )
 
 
-def check_projections(where: str, module: nn.Module, family: Family, mode: Mode) -> None:
+def check_projections(where: str, reader: AttentionReader, mode: Mode) -> None:
     """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.transformers.adapters` can read."""
-    for projection in family.projections(module, mode):
-        layer, of_output = getattr(module, projection), projection == family.output
-        reason = why_not_readable(projection, layer)
-        if reason is None and of_output and active_adapters(layer):
+    family = reader.family
+    for name, layer in reader.layers_read(mode).items():
+        reason, is_output = read_refusal(name, layer), name == family.output
+        if reason is None and is_output and active_adapters(layer):
             reason = f"has an adapter, which has no place in the stage loop of upipe.memory = {mode.memory!r}. Merge it"
         if reason is None and family.latent is not None and active_adapters(layer):
             reason = (
                 "has an adapter, and makes heads of latents: not supported yet together. Merge it, leave "
-                f"{projection} out of its target modules"
+                f"{name} out of its target modules"
             )
         if reason is not None:
-            other = ", or set upipe.memory to 'recompute'" if of_output else ""
-            raise ValueError(f"upipe: {where}.{projection} {reason}{other}, or remove the 'upipe' key.")
-    for name in family.norms:
-        norm = getattr(module, name, None)
+            other = ", or set upipe.memory to 'recompute'" if is_output else ""
+            raise ValueError(f"upipe: {where}.{name} {reason}{other}, or remove the 'upipe' key.")
+    for name, norm in zip(family.norms, reader.norms, strict=True):
         if norm is not None and any("." in inner for inner, _ in norm.named_parameters()):
             raise ValueError(
                 f"upipe: {where}.{name} is a {class_name(norm)} with modules inside: "
@@ -265,29 +301,16 @@ def check_projections(where: str, module: nn.Module, family: Family, mode: Mode)
             )
 
 
-def read_directly(module: nn.Module, family: Family, mode: Mode) -> Iterator[nn.Parameter]:
-    """The parameters of other modules that a staged attention reads."""
-    for name in family.projections(module, mode):
-        yield from read_parameters(getattr(module, name))
-    for name in family.norms:
-        inner = getattr(module, name, None)
-        if inner is not None:
-            yield from inner.parameters(recurse=False)
-    if family.sinks is not None and getattr(module, family.sinks) is not None:
-        yield getattr(module, family.sinks)
-
-
-def _own_rotary(
-    module: nn.Module, family: Family, head_dim: int, device: torch.device
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def _own_rotary(reader: AttentionReader, head_dim: int, device: torch.device) -> ModuleRotary | None:
     """The rotary function of the module's modelling file, unless it computes exactly what RotateHalf does.
 
     Decided by trying, not by name: the function may have been replaced (Liger's kernel, a hub kernel).
     """
+    module, family = reader.module, reader.family
     if family.latent is not None:
-        return family.latent.rotary_of(module)
+        return family.latent.module_rotary(module)
     apply_rotary = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    R = getattr(module, family.rotated) if family.rotated else head_dim
+    R: int = head_dim if family.rotated is None else reader.value(family.rotated)
     rotate = ModuleRotary(apply_rotary, range(R))
     if family.norm_after_rotary:
         return rotate
@@ -297,7 +320,7 @@ def _own_rotary(
         return torch.randn(*shape, generator=generator).to(device)
 
     heads, half_cos, half_sin = tensor(2, 3, 4, head_dim), tensor(2, 3, R // 2), tensor(2, 3, R // 2)
-    # A rotary table repeats its half: fused kernels read the first half only.
+    # A rotary table repeats its half: some kernels read the first half only.
     cos, sin = torch.cat([half_cos, half_cos], -1), torch.cat([half_sin, half_sin], -1)
     ours = torch.empty_like(heads[None])
     RotateHalf(cos, sin).rotate(heads.transpose(0, 1)[None], ours.transpose(1, 2))

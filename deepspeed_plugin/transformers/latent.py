@@ -33,7 +33,7 @@ class Latent:
 
     Args:
         rotary: the name of the rotary function in the class's modelling file, from the model's configuration.
-        complex_tables: see :class:`~deepspeed_plugin.rotary.ModuleRotary`.
+        complex_tables: see :class:`~deepspeed_plugin.transformers.rotary.ModuleRotary`.
         factors: the module's factors on queries and on the latents of keys and values; None is none.
     """
 
@@ -41,43 +41,54 @@ class Latent:
     complex_tables: bool = False
     factors: tuple[str, str] | None = None
 
-    def rotary_of(self, module: Any) -> ModuleRotary:
-        """The rotary of the trailing part of a query head, and of what key heads share."""
+    def module_rotary(self, module: Any) -> ModuleRotary:
+        """The rotary of the last P of a query head's D, and (``rotate_part``) of the P that key heads share."""
         apply_rotary = getattr(sys.modules[type(module).__module__], self.rotary(module.config))
         return ModuleRotary(apply_rotary, range(module.qk_nope_head_dim, module.qk_head_dim), self.complex_tables)
 
 
 def latent_inputs(module: Any) -> tuple[str, str]:
-    """The linear layers that make heads, of queries and of keys and values; they are read directly."""
+    """The names of the linear layers that make the heads: of queries, and of keys and values."""
     return "q_proj" if module.q_lora_rank is None else "q_b_proj", "kv_b_proj"
 
 
 def latent_projections(
     module: Any, latent: Latent, x: Tensor, rotary: ModuleRotary, tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, AttentionProjections]:
-    """What the engine projects heads from, `[B, L, Q + R]` (E + R where queries are not compressed), and how.
+    """What the engine projects heads from, and how.
 
     Args:
-        module: the attention module, and `latent` how it differs.
-        x: `[B, L, E]`, its input.
-        rotary: from :meth:`Latent.rotary_of`.
-        tables: its tables of this rank's rows.
+        module: the attention module.
+        latent: how its class differs from DeepSeek-V3's.
+        x: `[B, L, E]`, the module's input.
+        rotary: from :meth:`Latent.module_rotary`.
+        tables: cosines and sines of this rank's rows.
+
+    Returns:
+        The latents side by side, `[B, L, Q + R]` (`[B, L, E + R]` where queries are not compressed), and the
+        projections that read their columns::
+
+            columns            0 ... Q - 1      Q ... Q + R - 1
+            latent of          queries          keys and values
+            makes, per head    q: D             k without the shared part: D - P, then v: Dv
     """
-    own, shared_size, value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
-    of_kv, shared = module.kv_a_proj_with_mqa(x).split([module.kv_lora_rank, shared_size], -1)
-    of_kv = module.kv_a_layernorm(of_kv)
-    of_q = x if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(x))
+    own_size, shared_size, value_dim = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    # [B, L, E] -> the latent of keys and values [B, L, R], and the part that all key heads share [B, L, P]
+    kv_latent, shared = module.kv_a_proj_with_mqa(x).split([module.kv_lora_rank, shared_size], -1)
+    kv_latent = module.kv_a_layernorm(kv_latent)
+    q_latent = x if module.q_lora_rank is None else module.q_a_layernorm(module.q_a_proj(x))
     if latent.factors is not None:
-        of_q, of_kv = (t * getattr(module, name) for t, name in zip((of_q, of_kv), latent.factors, strict=True))
-    width = of_q.shape[2]
+        q_factor, kv_factor = (getattr(module, name) for name in latent.factors)
+        q_latent, kv_latent = q_latent * q_factor, kv_latent * kv_factor
+    width = q_latent.shape[2]
     q, kv = (getattr(module, name) for name in latent_inputs(module))
 
-    def of_latent(head_dim: int, rows: range, function: HeadFunction | None = None) -> Projection:
-        block = HeadBlock(own + value_dim, rows)
+    def from_kv_latent(head_dim: int, outputs: range, function: HeadFunction | None = None) -> Projection:
+        block = HeadBlock(own_size + value_dim, outputs)
         columns = range(width, width + module.kv_lora_rank)
         return Projection(Weights(kv.weight, kv.bias), head_dim, function=function, block=block, columns=columns)
 
-    append = HeadFunction(_with_shared, (rotary.of_part(shared[:, :, None], *tables),), by_row=(0,))
+    append = HeadFunction(_with_shared, (rotary.rotate_part(shared[:, :, None], *tables),), by_row=(0,))
     projections = AttentionProjections(
         Projection(
             Weights(q.weight, q.bias),
@@ -85,10 +96,10 @@ def latent_projections(
             function=HeadFunction(rotary, tables, (0, 1)),
             columns=range(width),
         ),
-        of_latent(module.qk_head_dim, range(own), append),
-        of_latent(value_dim, range(own, own + value_dim)),
+        from_kv_latent(module.qk_head_dim, range(own_size), append),
+        from_kv_latent(value_dim, range(own_size, own_size + value_dim)),
     )
-    return torch.cat([of_q, of_kv], -1), projections
+    return torch.cat([q_latent, kv_latent], -1), projections
 
 
 def _with_shared(heads: Tensor, shared: Tensor) -> Tensor:

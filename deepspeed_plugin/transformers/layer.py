@@ -5,6 +5,8 @@ Parameters keep their names and places, so checkpoints do not change. The engine
 therefore registered as external parameters of :class:`StagedAttention`, which is called with positional
 tensors so that DeepSpeed's hooks see an input to wait for: weights are gathered for one layer at a time.
 The A sides of adapters run before it, as modules; their results are among its inputs.
+
+Shapes: B batch, L rows of the sequence on this rank, E hidden size, H query heads, D head size, Dv size of value heads.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_plugin.group import SequenceGroup
-from deepspeed_plugin.transformers.adapters import low_rank_input, plain_layer
-from deepspeed_plugin.transformers.facts import AttentionFacts, check_projections, read_directly
+from deepspeed_plugin.transformers.adapters import base_linear, low_rank_input
+from deepspeed_plugin.transformers.facts import AttentionFacts, check_projections
 from deepspeed_plugin.transformers.latent import latent_projections
 from deepspeed_plugin.transformers.norms import norm_over_heads
+from deepspeed_plugin.transformers.reader import AttentionReader
 from upipe_integrations import (
     AttentionProjections,
     HeadFunction,
@@ -59,7 +62,13 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What all layers of a model share."""
+    """What all layers of a model share.
+
+    Attributes:
+        config: the ``upipe`` block.
+        group: the sequence-parallel group.
+        disabled_in_eval: whether evaluation is left to the model's own forward.
+    """
 
     config: UPipeConfig
     group: SequenceGroup
@@ -67,25 +76,28 @@ class LayerSettings:
 
 
 def _chosen_kernel(name: str, request: KernelRequest) -> str:
+    """The name of the kernel for `request`. A name, as compiled code can hold that as a constant, and not a kernel."""
     return select_kernel(name, request).name
 
 
 class StagedAttention(nn.Module):
-    """UPipe attention over the projections of `attention`.
+    """UPipe attention over the projections of `attention`, of which it holds no parameter.
 
-    Called with this rank's rows `[B, L, E]`, their rotary tables `[B or 1, L, D]` (None: no rotary) and what
-    the A sides of adapters made of the rows, by projection; returns `[B, L, H * D]`, or `[B, L, E]` after the output
-    projection where :meth:`projects` says so.
+    Args:
+        attention: the module that it is a child of.
+        facts: what :func:`attention_facts` read of it.
+        schedule: the stages of its heads.
+        settings: what all layers of the model share.
     """
 
     def __init__(self, attention: nn.Module, facts: AttentionFacts, schedule: Schedule, settings: LayerSettings):
         super().__init__()
-        # In a tuple, or nn.Module would register the parent as a child of its child.
-        self._attention = (attention,)
+        # The reader hides the parent, which nn.Module would register as a child of its child.
+        self.reader = AttentionReader(attention, facts.family)
         self.facts = facts
         self.schedule = schedule
         self.settings = settings
-        self._may_project = facts.family.takes_output(attention, settings.config.mode)
+        self._may_project = self.reader.reads_output(settings.config.mode)
         self.keep_result = False
         """Whether attention runs as an operator whose result selective checkpointing keeps."""
 
@@ -94,11 +106,11 @@ class StagedAttention(nn.Module):
 
         Never where it was not at first, as its weight may then not be gathered for this module.
         """
-        return self._may_project and self.facts.family.takes_output(self._attention[0], self.settings.config.mode)
+        return self._may_project and self.reader.reads_output(self.settings.config.mode)
 
     def external_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of other modules that :meth:`forward` reads."""
-        return read_directly(self._attention[0], self.facts.family, self.settings.config.mode)
+        return self.reader.parameters_read(self.settings.config.mode)
 
     def forward(
         self,
@@ -109,21 +121,34 @@ class StagedAttention(nn.Module):
         documents: tuple[tuple[int, ...], ...] | None = None,
         query_factor: Tensor | None = None,
     ) -> Tensor:
-        facts, attention = self.facts, self._attention[0]
+        """Attention of this rank's rows to the whole sequence.
+
+        Args:
+            hidden_states: `[B, L, E]`.
+            cos, sin: rotary tables of the rows, `[B or 1, L, D]`; None is no rotary.
+            low_rank_inputs: `[B, L, r]` by the name of a projection with active adapters.
+            documents: boundaries of packed documents, for ``AttentionSpec``.
+            query_factor: `[B, L, 1]`, a factor on the queries of each row.
+
+        Returns:
+            `[B, L, H * Dv]`, or `[B, L, E]` after the output projection where :meth:`projects` says so.
+        """
+        facts, reader = self.facts, self.reader
         family = facts.family
         mode = dataclasses.replace(self.settings.config.mode, operator=self.keep_result)
         tables = None
         if facts.rotates and cos is not None and sin is not None:
             tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
         spec = facts.spec(documents)
-        sinks = None if family.sinks is None else getattr(attention, family.sinks)
+        sinks = reader.sinks
         dtype = compute_dtype(hidden_states)
         request = facts.kernel_request(hidden_states.device, dtype, spec)
         if family.latent is None:
             x, projections = hidden_states, self._projections(hidden_states, low_rank_inputs, tables, query_factor)
         else:
-            x, projections = latent_projections(attention, family.latent, hidden_states, facts.rotary, tables)
-        output = plain_layer(getattr(attention, family.output)) if self.projects() else None
+            assert facts.rotary is not None and tables is not None  # latent attention rotates
+            x, projections = latent_projections(reader.module, family.latent, hidden_states, facts.rotary, tables)
+        output = base_linear(reader.output_layer) if self.projects() else None
         return upipe_attention(
             x,
             projections,
@@ -145,23 +170,21 @@ class StagedAttention(nn.Module):
         tables: tuple[Tensor, Tensor] | None,
         query_factor: Tensor | None,
     ) -> AttentionProjections:
-        norms = self.facts.family.norms
-        q, k, v = self.facts.projections(self._attention[0], low_rank_inputs)
+        """The projections of q, k and v from x `[B, L, E]`, with the functions of their heads."""
+        q_norm, k_norm = self.reader.norms
+        q, k, v = self.facts.projections(self.reader, low_rank_inputs)
+        value_factor: float | None = self.reader.value(self.facts.family.value_factor)
         return AttentionProjections(
-            self._finished(q, x, norms[0], _scaled_tables(tables, query_factor)),
-            self._finished(k, x, norms[1], tables),
-            dataclasses.replace(v, function=self._value_function()),
+            self._with_norm_and_rotary(q, x, q_norm, _scaled_tables(tables, query_factor)),
+            self._with_norm_and_rotary(k, x, k_norm, tables),
+            dataclasses.replace(v, function=None if value_factor is None else HeadFunction(_Times(value_factor))),
         )
 
-    def _value_function(self) -> HeadFunction | None:
-        name = self.facts.family.value_factor
-        return None if name is None else HeadFunction(_Times(getattr(self._attention[0], name)))
-
-    def _finished(
-        self, projection: Projection, x: Tensor, norm_name: str, tables: tuple[Tensor, Tensor] | None
+    def _with_norm_and_rotary(
+        self, projection: Projection, x: Tensor, norm: nn.Module | None, tables: tuple[Tensor, Tensor] | None
     ) -> Projection:
         """`projection` with the norm and the rotary embedding of its heads."""
-        facts, norm = self.facts, getattr(self._attention[0], norm_name, None)
+        facts = self.facts
         normalise = None
         if norm is not None and facts.family.whole_norms:
             normalise = norm_over_heads(norm, x, projection, self.schedule.chunk_heads)
@@ -177,6 +200,8 @@ class StagedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Times:
+    """Multiplies heads by a number."""
+
     factor: float
 
     def __call__(self, heads: Tensor) -> Tensor:
@@ -184,7 +209,10 @@ class _Times:
 
 
 def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Rotary tables that also scale what they rotate, which is the whole head where there is a factor."""
+    """Tables `[B or 1, L, D]` times a factor `[B, L, 1]`, so that what they rotate is scaled too.
+
+    That is the whole head in every class that has a factor on queries.
+    """
     if tables is None or factor is None:
         return tables
     cos, sin = (t * factor.to(t.dtype) for t in tables)
@@ -195,16 +223,16 @@ _DOCUMENTS = "_upipe_documents"
 
 
 def remember_documents(position_ids: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> None:
-    """Keep the packed documents of a forward with the tensor that says so.
+    """Keep the boundaries of a forward's packed documents on its position_ids.
 
-    The layers of this forward find them there, and so does their recomputation under gradient checkpointing,
+    The layers of this forward find them by that tensor, and so does their recomputation under gradient checkpointing,
     whatever forwards of the model came in between.
     """
     setattr(position_ids, _DOCUMENTS, documents)
 
 
-def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tuple[int, ...], ...] | None:
-    """What was remembered for `position_ids`; None without them.
+def recall_documents(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tuple[int, ...], ...] | None:
+    """The boundaries that were remembered for `position_ids`; None without packed documents, or without positions.
 
     A layer that is called by itself, or with other tensors than the model was (some checkpointing detaches
     them), finds out from the positions, by an exchange of its own.
@@ -218,7 +246,7 @@ def documents_of(position_ids: Tensor | None, group: SequenceGroup) -> tuple[tup
 
 
 def _composed(steps: list[HeadFunction]) -> HeadFunction:
-    """One function after the other, as one."""
+    """One function after the other, as one that reads the tensors of all, in order."""
     counts = [len(step.tensors) for step in steps]
     firsts = [sum(counts[:i]) for i in range(len(steps))]
     by_row = tuple(first + i for step, first in zip(steps, firsts, strict=True) for i in step.by_row)
@@ -242,7 +270,7 @@ class _Composed:
         return heads
 
 
-def staged_forward(
+def attention_forward(
     attention: nn.Module,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
@@ -252,24 +280,26 @@ def staged_forward(
     layer_past: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces the forward of a Transformers attention module; same arguments, same result.
+    """Replaces the forward of a Transformers attention module; same arguments, same result `[B, L, E]`.
 
     Mask and cache are not looked at here: what reaches a layer was made by the model for the local shard, and
-    what the user gave was checked by :class:`~deepspeed_plugin.guard.ShardGuard` when the model was entered.
+    what the user passed was checked by :class:`~deepspeed_plugin.guard.ShardGuard` when the model was entered.
 
     Raises:
         ValueError: an argument asks for what UPipe does not do (attention weights, bidirectional attention,
             packed sequences by cu_seq_lens rather than by position_ids).
     """
-    child: StagedAttention = attention.get_submodule(CHILD)  # type: ignore[assignment]
+    child = attention.get_submodule(CHILD)
+    assert isinstance(child, StagedAttention)
     if child.settings.disabled_in_eval and not attention.training:
-        given = {"cache": cache, "past_key_values": past_key_values, "layer_past": layer_past}
+        # Of these three names for a cache a module knows one.
+        caches = {"cache": cache, "past_key_values": past_key_values, "layer_past": layer_past}
         original: tuple[Tensor, None] = type(attention).forward(
             attention,
             hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in caches.items() if value is not None},
             **options,
         )
         return original
@@ -278,21 +308,21 @@ def staged_forward(
         raise ValueError(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
-    family, mode = child.facts.family, child.settings.config.mode
-    check_projections(child.facts.class_name, attention, family, mode)
-    documents = documents_of(options.get("position_ids"), child.settings.group)
-    made = {name: low_rank_input(getattr(attention, name), hidden_states) for name in family.inputs(attention)}
-    low_rank_inputs = {name: t for name, t in made.items() if t is not None}
-    # ZeRO-3 hooks look into every argument, so what there is none of is left out.
-    more: tuple[Any, ...] = () if documents is None else (documents,)
+    family, reader = child.facts.family, child.reader
+    check_projections(child.facts.class_name, reader, child.settings.config.mode)
+    documents = recall_documents(options.get("position_ids"), child.settings.group)
+    by_layer = {name: low_rank_input(layer, hidden_states) for name, layer in reader.input_layers().items()}
+    low_rank_inputs = {name: t for name, t in by_layer.items() if t is not None}
+    # ZeRO-3 hooks look into every argument, so last ones that are None are left out.
+    last: tuple[Any, ...] = () if documents is None else (documents,)
     if family.query_factor is not None:
-        more = (documents, family.query_factor(attention, _positions(attention, options)))
-    out = child(hidden_states, *_tables(position_embeddings), low_rank_inputs, *more)
-    return child.facts.finish(attention, hidden_states, out, child.projects()), None
+        last = (documents, family.query_factor(attention, _positions(attention, options)))
+    out = child(hidden_states, *_tables(position_embeddings), low_rank_inputs, *last)
+    return child.facts.finish(reader, hidden_states, out, child.projects()), None
 
 
 def _tables(position_embeddings: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Cosines and sines, which some models give as one complex table."""
+    """(cosines, sines) `[B or 1, L, D]`, which some models give as one complex table."""
     if position_embeddings is None:
         return None, None
     if isinstance(position_embeddings, Tensor):

@@ -1,7 +1,7 @@
 """A norm over a whole projection (OLMo 2), in stages of a few heads.
 
 Its mean square runs over all heads, so it is summed first, a few heads at a time, and the heads of a stage are scaled
-by what came out. The projection is computed twice for it, and never all there.
+by what came out. The projection is computed twice for it, and never exists whole.
 
 Shapes: B batch, L rows of the sequence on this rank, E input size, N heads of the projection, D head size.
 """
@@ -29,21 +29,22 @@ def norm_over_heads(norm: Any, x: Tensor, projection: Projection, heads_at_once:
     """
     weights = projection.weights
     low = weights.low_rank
-    of_low = (None, None) if low is None else (low.input, low.weight)
+    low_tensors = (None, None) if low is None else (low.input, low.weight)
     size = heads_at_once * projection.head_dim
     inverse: Tensor = _InverseRms.apply(  # type: ignore[no-untyped-call]
-        norm.variance_epsilon, size, x, weights.weight, weights.bias, *of_low
+        norm.variance_epsilon, size, x, weights.weight, weights.bias, *low_tensors
     )
     gain: Tensor = norm.weight.unflatten(0, (-1, projection.head_dim))
     return HeadFunction(_scaled, (inverse, gain), by_row=(0,), by_head=(1,))
 
 
 def _scaled(heads: Tensor, inverse: Tensor, gain: Tensor) -> Tensor:
+    """Heads `[B, L, n, D]` times `[B, L, 1, 1]` and `[n, D]`."""
     return (heads * inverse * gain).to(heads.dtype)
 
 
 class _InverseRms(torch.autograd.Function):
-    """One over the root mean square of a projection's rows, `[B, L, 1, 1]`, `size` of its outputs at a time."""
+    """One over the root mean square of each row's N * D outputs, `[B, L, 1, 1]`, from `size` of them at a time."""
 
     @staticmethod
     def forward(
@@ -59,7 +60,7 @@ class _InverseRms(torch.autograd.Function):
         ctx.dtype, ctx.size = compute_dtype(x), size
         exact = torch.promote_types(ctx.dtype, torch.float32)
         total = x.new_zeros(x.shape[:2], dtype=exact)
-        for projected, _ in _parts((x, weight, bias, low_input, low_weight), size, ctx.dtype):
+        for projected, _ in _projected_in_pieces((x, weight, bias, low_input, low_weight), size, ctx.dtype):
             total += projected.to(exact).square().sum(-1)
         inverse = torch.rsqrt(total / weight.shape[0] + eps)
         ctx.save_for_backward(x, weight, bias, low_input, low_weight, inverse)
@@ -78,33 +79,38 @@ class _InverseRms(torch.autograd.Function):
         )
         if dx is not None:
             dx = dx.to(ctx.dtype)
-        for projected, rows in _parts(read, ctx.size, ctx.dtype):
-            part = (projected * factor[..., None]).to(ctx.dtype)
-            by_token = part.flatten(0, 1)
+        for projected, outputs in _projected_in_pieces(read, ctx.size, ctx.dtype):
+            grad_piece = (projected * factor[..., None]).to(ctx.dtype)  # [B, L, size]
+            by_token = grad_piece.flatten(0, 1)
             if dx is not None:
-                dx += part @ weight[rows].to(ctx.dtype)
+                dx += grad_piece @ weight[outputs].to(ctx.dtype)
             if dweight is not None:
-                dweight[rows] = (by_token.t() @ x.to(ctx.dtype).flatten(0, 1)).to(weight.dtype)
+                dweight[outputs] = (by_token.t() @ x.to(ctx.dtype).flatten(0, 1)).to(weight.dtype)
             if dbias is not None:
-                dbias[rows] = by_token.sum(0).to(dbias.dtype)
+                dbias[outputs] = by_token.sum(0).to(dbias.dtype)
             if dlow_input is not None:
-                dlow_input += part.to(dlow_input.dtype) @ low_weight[rows].to(dlow_input.dtype)
+                dlow_input += grad_piece.to(dlow_input.dtype) @ low_weight[outputs].to(dlow_input.dtype)
             if dlow_weight is not None:
-                of_input = low_input.flatten(0, 1)
-                dlow_weight[rows] = (by_token.to(of_input.dtype).t() @ of_input).to(dlow_weight.dtype)
+                low_by_token = low_input.flatten(0, 1)
+                dlow_weight[outputs] = (by_token.to(low_by_token.dtype).t() @ low_by_token).to(dlow_weight.dtype)
         dx = None if dx is None else dx.to(x.dtype)
         return None, None, dx, dweight, dbias, dlow_input, dlow_weight
 
 
-def _parts(read: Sequence[Tensor | None], size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, slice]]:
-    """(projected, rows of the weight), `size` rows at a time; `read` are x, weight, bias and a low-rank term's."""
+def _projected_in_pieces(
+    read: Sequence[Tensor | None], size: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, slice]]:
+    """(`size` outputs of the projection `[B, L, size]`, which they are), for one piece after the other.
+
+    `read` are x, weight and bias of the projection, and input and weight of its low-rank term.
+    """
     x, weight, bias, low_input, low_weight = read
     assert x is not None and weight is not None
     with torch.autocast(x.device.type, enabled=False):
         for first in range(0, weight.shape[0], size):
-            rows = slice(first, first + size)
-            of_bias = None if bias is None else bias[rows].to(dtype)
-            projected = torch.nn.functional.linear(x.to(dtype), weight[rows].to(dtype), of_bias)
+            outputs = slice(first, first + size)
+            bias_piece = None if bias is None else bias[outputs].to(dtype)
+            projected = torch.nn.functional.linear(x.to(dtype), weight[outputs].to(dtype), bias_piece)
             if low_input is not None and low_weight is not None:
-                projected += low_input @ low_weight[rows].to(low_input.dtype).t()
-            yield projected, rows
+                projected += low_input @ low_weight[outputs].to(low_input.dtype).t()
+            yield projected, outputs

@@ -15,23 +15,28 @@ from typing import Any
 from torch import nn
 
 
-def attend_locally(attention: nn.Module, registered: Mapping[str, Any]) -> bool:
-    """Keep ALST out of a vision tower's attention module, by a forward of its own; whether that was needed.
+def attend_locally(attention: Any, registered: Mapping[str, Any]) -> bool:
+    """Keep ALST out of a vision tower's attention module, by a forward of its own.
 
-    `registered` is what ``registered_ulysses`` found.
+    Args:
+        attention: the module.
+        registered: ALST's objects by implementation, from ``registered_ulysses``.
+
+    Returns:
+        Whether ALST is the module's attention function, so that a forward was put in its place.
     """
-    name: str = attention.config._attn_implementation  # type: ignore[union-attr, assignment]
+    name: str = attention.config._attn_implementation
     ulysses = registered.get(name)
     if ulysses is None:
         return False
     local = _WithFunction(name, ulysses.attn)
-    attention.forward = types.MethodType(local, attention)  # type: ignore[method-assign]
+    attention.forward = types.MethodType(local, attention)
     return True
 
 
 @dataclass(frozen=True)
 class _WithFunction:
-    """A module's forward while another function is registered."""
+    """The forward of a module's class, run while `function` is registered as the attention called `name`."""
 
     name: str
     function: Callable[..., Any]
