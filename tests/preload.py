@@ -14,6 +14,7 @@ MODULES = (
     "torch.testing._internal.distributed.fake_pg",
     "deepspeed",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 ORPHAN = """
 import subprocess, sys
-print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+null = subprocess.DEVNULL
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=null, stderr=null).pid)
 """
 
 
