@@ -55,10 +55,12 @@ class Case:
 def start(case: Case) -> None:
     """Process groups for the case, over all ranks; those of a case before serve where the sizes are the same.
 
-    Megatron forgets its groups without closing them, and each has threads: new ones for every case add up.
+    Megatron forgets its groups without closing them, and each has threads: new ones for every case add up. What
+    Megatron gives to ``torch.compile`` (activations beside attention) is run as it is: a compiler takes longer.
     """
     from megatron.core import parallel_state, tensor_parallel
 
+    torch.compiler.set_stance("force_eager")
     global _started
     sizes = dict(
         tensor_model_parallel_size=case.tp,

@@ -6,7 +6,6 @@ transformers and megatron), so a group costs about a second; still, tests run ma
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -18,19 +17,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "deepspeed",
-    "transformers.models.llama.modeling_llama",
-    "megatron.core.models.gpt.gpt_model",
-]
+_PRELOAD = ["torch", "torch.distributed", "tests.preload"]
 
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # Not tests.conftest or any module with state: the server must stay single-threaded.
-    context.set_forkserver_preload([name for name in _PRELOAD if importlib.util.find_spec(name.split(".")[0])])
+    # The server must stay single-threaded, whatever it imports.
+    context.set_forkserver_preload(_PRELOAD)
     return context
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from tests.engines import ds_config, forget_ulysses, gradients
 from tests.models import make_model, single_process, worst
 from tests.ranks import run_ranks
-from tests.test_deepspeed import ds_config, forget_ulysses, gradients
 
 pytest.importorskip("deepspeed")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron_arguments import MODEL, UPIPE, needs_training
 from tests.ranks import free_port
-from tests.test_megatron_arguments import MODEL, UPIPE, needs_training
 
 ROOT = Path(__file__).parents[1]
 

@@ -327,8 +327,8 @@ def test_importing_does_not_import_the_compiler():
 
 def _compiled_models() -> dict[str, float]:
     """A model compiled whole, and layer by layer into one graph each; packed documents that change."""
+    from tests.attached import attached
     from tests.models import make_model, shard
-    from tests.test_families import attached
 
     errors = {}
     for family, memory, whole in (("qwen3", "keep", True), ("llama", "fused", False)):

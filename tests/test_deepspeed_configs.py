@@ -246,7 +246,7 @@ def _recipe() -> dict[str, float]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     import deepspeed_plugin
-    from tests.test_deepspeed import forget_ulysses, gradients, make_engine, register_ulysses
+    from tests.engines import forget_ulysses, gradients, make_engine, register_ulysses
 
     def plain(mlp, x):
         return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
@@ -285,7 +285,7 @@ def _recipe() -> dict[str, float]:
 def _smoke_in_bf16() -> dict[str, float]:
     """The file as it is, two steps: how the tiled loss's gradients differ from those of whole logits, relative."""
     import deepspeed_plugin
-    from tests.test_deepspeed import gradients, make_engine, register_ulysses
+    from tests.engines import gradients, make_engine, register_ulysses
 
     batch, found = make_batch(seq=32), {}
     for tiled in (False, True):
@@ -319,8 +319,8 @@ def _lora_recipe() -> dict[str, float]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     import deepspeed_plugin
-    from tests.test_deepspeed import forget_ulysses, make_engine, register_ulysses
-    from tests.test_peft import trained_gradients, with_lora
+    from tests.adapters import trained_gradients, with_lora
+    from tests.engines import forget_ulysses, make_engine, register_ulysses
 
     def plain(mlp, x):
         return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))

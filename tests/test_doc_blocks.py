@@ -115,10 +115,10 @@ def _deepspeed_tutorial() -> dict[str, str]:
 
 
 def _trainer_tutorial() -> list[float]:
-    from tests.test_trainer import _on_cpu
+    from tests.trainers import accelerate_on_cpu
 
     page = "docs/tutorials/trainer.md"
-    _on_cpu()
+    accelerate_on_cpu()
     Path("ds_config.json").write_text(blocks("json", page)[0].text)
     dist.barrier()
     script, loop = blocks("python", page)
@@ -128,7 +128,7 @@ def _trainer_tutorial() -> list[float]:
     changes = {"report_to=[],": on_cpus}
     exec(script.compiled(changes), names)
     assert names["trainer"].model_wrapped.upipe is not None
-    _on_cpu()
+    accelerate_on_cpu()
     exec(loop.compiled(), names)
     history = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     return [*history, float(names["loss"].detach())]
@@ -174,8 +174,8 @@ def _peft() -> float:
     """LoRA on the model of an ALST script."""
     import deepspeed
 
+    from tests.engines import UPIPE, ds_config, forward, register_ulysses
     from tests.models import make_batch, make_model
-    from tests.test_deepspeed import UPIPE, ds_config, forward, register_ulysses
 
     _forget()
     Path("ds_config.json").write_text(json.dumps(ds_config(1, **UPIPE)))
@@ -197,7 +197,7 @@ def _host() -> None:
 
 def _forget() -> None:
     import deepspeed_plugin
-    from tests.test_deepspeed import forget_ulysses
+    from tests.engines import forget_ulysses
 
     forget_ulysses()
     deepspeed_plugin.register()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -57,10 +58,20 @@ def _results(cases: list[Case], upipe: bool) -> list[dict[str, torch.Tensor]]:
 def errors(ranks: int, cases: dict[str, Case]) -> dict[str, tuple[float, str]]:
     """The largest error of each case on `ranks` ranks against the stock model on one."""
     alone = {name: dataclasses.replace(case.alone(), upipe={}, chunk_heads=None) for name, case in cases.items()}
-    different = list({repr(case): case for case in alone.values()}.values())
-    references = dict(zip(map(repr, different), run_ranks(1, _results, different, False)[0], strict=True))
+    references = _references(alone.values())
     got = run_ranks(ranks, _results, list(cases.values()), True)[0]
     return {name: largest_error(result, references[repr(alone[name])]) for name, result in zip(cases, got, strict=True)}
+
+
+_computed: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def _references(cases: Iterable[Case]) -> dict[str, dict[str, torch.Tensor]]:
+    """What the stock models compute on one rank, by the case's repr; each is run once for all tests."""
+    missing = list({repr(case): case for case in cases if repr(case) not in _computed}.values())
+    if missing:
+        _computed.update(zip(map(repr, missing), run_ranks(1, _results, missing, False)[0], strict=True))
+    return _computed
 
 
 def assert_equal(ranks: int, cases: dict[str, Case], tolerance: float = 1e-10) -> None:
@@ -102,9 +113,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def _context_parallel_cases(cp: int) -> dict[str, Case]:
-    cases = {name: Case(cp=cp, **options) for name, options in FEATURES.items()}
-    for U in (2 * cp, 16):
-        cases[f"U = {U}"] = Case(cp=cp, chunk_heads=U)
+    """On 2 ranks every feature in `keep` and in another mode; on 1 and on 4 in one of the modes, in turn."""
+    cases = {f"U = {U}": Case(cp=cp, chunk_heads=U) for U in (2 * cp, 16)}
+    if cp != 2:
+        for number, (name, options) in enumerate(FEATURES.items()):
+            for mode in MEMORY if name == "plain" else [list(MEMORY)[(number + cp) % 5]]:
+                U = cp if mode == "keep" else 2 * cp
+                cases[f"{name}, {mode}"] = Case(cp=cp, chunk_heads=U, upipe=MEMORY[mode], **options)
+        return cases
+    cases |= {name: Case(cp=cp, **options) for name, options in FEATURES.items()}
     for number, (name, options) in enumerate(FEATURES.items()):
         modes = list(MEMORY)[1:] if name in ("plain", "sinks", "qk-layernorm") else [list(MEMORY)[1 + number % 4]]
         for mode in modes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -18,26 +18,10 @@ import pytest
 
 import upipe_autoload
 from megatron_patch.options import UPipeOptions, check_arguments, flag, options_from
+from tests.megatron_arguments import MODEL, UPIPE, needs_megatron, needs_training
 from tests.megatron_cpu import namespace
 from tests.ranks import run_in_process
 from upipe_integrations import UPipeConfig
-
-MEGATRON = importlib.util.find_spec("megatron") is not None
-TRAINING = MEGATRON and importlib.util.find_spec("megatron.training") is not None
-needs_megatron = pytest.mark.skipif(not MEGATRON, reason="megatron-core is not installed")
-needs_training = pytest.mark.skipif(
-    not TRAINING, reason="this megatron-core has no megatron.training (0.17 and later have, for Python 3.12)"
-)
-
-MODEL = [
-    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "16"),
-    *("--group-query-attention", "--num-query-groups", "8", "--seq-length", "64", "--max-position-embeddings", "64"),
-    *("--micro-batch-size", "1", "--attention-dropout", "0", "--hidden-dropout", "0", "--transformer-impl", "local"),
-    *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-rope-fusion"),
-    *("--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64"),
-    *("--distributed-backend", "gloo"),
-]
-UPIPE = ["--context-parallel-impl", "upipe"]
 
 
 def _parsed(words: list[str], ranks: int) -> Any:
@@ -108,23 +92,34 @@ for group in parser._action_groups:
     if group.title == "upipe":  # the whole can't be printed: this release's own help has a stray %
         formatter.add_arguments(group._group_actions)
 options = [[str(x) for x in (a.option_strings, a.dest, a.default, a.help)] for a in parser._actions]
-print(json.dumps([options, formatter.format_help()]))
+import megatron_patch
+megatron_patch.register()
+parsed = arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args([])
+print(json.dumps([options, formatter.format_help(), parsed.context_parallel_impl]))
 """
 
 
-def _options(first: str) -> tuple[list[list[str]], str]:
+def _options(first: str) -> tuple[list[list[str]], str, str]:
     """Every option of Megatron's parser, and the help of ours; `first` is run before Megatron is imported.
 
-    In a Python of its own, in which no entry point of an installed package has been called.
+    Then, with Megatron imported, ours are added, and a parser has their defaults. In a Python of its own, in which no
+    entry point of an installed package has been called.
     """
     shown = _python("-c", OPTIONS.format(first=first), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    options, ours = json.loads(shown.stdout.splitlines()[-1])
-    return options, ours
+    options, ours, implementation = json.loads(shown.stdout.splitlines()[-1])
+    return options, ours, implementation
+
+
+@pytest.fixture(scope="module")
+def options() -> list[tuple[list[list[str]], str, str]]:
+    """With ours added before Megatron is imported, and after it."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(_options, ("import megatron_patch; megatron_patch.register()", "")))
 
 
 @needs_training
-def test_help_shows_the_arguments_and_is_otherwise_unchanged():
-    (with_ours, ours), (without, nothing) = _options("import megatron_patch; megatron_patch.register()"), _options("")
+def test_help_shows_the_arguments_and_is_otherwise_unchanged(options):
+    (with_ours, ours, _), (without, nothing, _) = options
     assert "--context-parallel-impl {native,upipe}" in ours and "--upipe-chunk-heads N|auto" in ours
     for field in dataclasses.fields(UPipeConfig):
         assert f"--upipe-{field.name.replace('_', '-')}" in ours
@@ -423,16 +418,8 @@ def test_the_launcher_adds_the_arguments_to_an_unmodified_script(tmp_path):
 
 
 @needs_training
-def test_megatron_may_be_imported_first():
-    code = """
-import argparse
-import megatron.training.arguments as arguments
-import megatron_patch
-megatron_patch.register()
-parsed = arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args([])
-print(parsed.context_parallel_impl)
-"""
-    assert _python("-c", code).stdout.splitlines()[-1] == "native"
+def test_megatron_may_be_imported_first(options):
+    assert [implementation for *_, implementation in options] == ["native", "native"]
 
 
 # ---------------------------------------------------------------- the page

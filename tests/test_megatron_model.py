@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import multiprocessing
 import re
@@ -67,11 +68,21 @@ def _round_trips(folders: list[str]) -> list[Trip]:
     multiprocessing.current_process()._config["daemon"] = False
     here = Case(tp=2, cp=2, config=WITH_EVERYTHING, upipe={"memory": "fused"}, dtype=torch.float32)
     there = dataclasses.replace(here, cp=1, upipe={})
-    return [
+    trips = [
         _save_and_load(here, there, True, folders[0]),
         _save_and_load(there, here, False, folders[1]),
         _save_and_load(dataclasses.replace(here, tp=1), there, True, folders[2]),
     ]
+    _end_the_writer()
+    return trips
+
+
+def _end_the_writer() -> None:
+    """Megatron keeps a manager process for its next checkpoint, which would outlive a rank: ranks end by os._exit."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = None  # the manager ends with the last use of it
+    gc.collect()
 
 
 def _pieces(model: Any) -> dict[tuple, torch.Tensor]:

@@ -17,41 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.adapters import shaken, trained_gradients, with_lora
+from tests.attached import attached, exact_norms, sharded
+from tests.engines import UPIPE, ds_config, forget_ulysses, forward, make_engine, register_ulysses
 from tests.models import make_batch, make_model, single_process, worst
 from tests.ranks import run_in_process, run_ranks
-from tests.test_deepspeed import UPIPE, ds_config, forget_ulysses, forward, make_engine, register_ulysses
-from tests.test_families import attached, exact_norms, sharded
 from tests.zoo import tiny_model
 from upipe_integrations.mode import MEMORY
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def with_lora(model: torch.nn.Module, targets: str, **options: Any) -> torch.nn.Module:
-    """`model` with an adapter on the projections that `targets` names by letter, or by name."""
-    from peft import LoraConfig, get_peft_model
-
-    options = {"r": 3, "lora_alpha": 5, **options}
-    return shaken(get_peft_model(model, LoraConfig(target_modules=_modules(targets), **options)))
-
-
-def _modules(targets: str) -> str | list[str]:
-    if targets == "all-linear":
-        return targets
-    return targets.split(",") if "_" in targets else [f"{letter}_proj" for letter in targets]
-
-
-def shaken(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """With adapters that do something: B is made zero by PEFT."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    return model
 
 
 def of_zoo(family: str) -> torch.nn.Module:
@@ -220,17 +196,6 @@ def test_adapters_in_float32_beside_a_bfloat16_model():
 # ---------------------------------------------------------------- engines
 
 
-def trained_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """The reduced gradients that there are, by name, between backward and step."""
-    from deepspeed.utils import safe_get_full_grad
-
-    named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-    if engine.zero_optimization_stage() == 0:
-        assert all(p.grad is None for p in engine.module.parameters() if not p.requires_grad)
-        return {name: p.grad.clone() for name, p in named.items()}
-    return {name: safe_get_full_grad(p).clone() for name, p in named.items()}
-
-
 def lora_engine(stage: int, extra: dict, targets: str = "qkvo", **options: Any):
     """An engine of a tiny Llama with adapters, after ALST's registration; `extra` is of the ds_config."""
     model = with_lora(make_model("llama"), targets, **options)
@@ -368,7 +333,7 @@ def test_lora_dropout_is_what_ulysses_draws():
 
 def _trained(folder: str) -> dict[str, Any]:
     """The Trainer's history without the key and with it, dropout and all, and what it saved."""
-    from tests.test_trainer import history, make_trainer
+    from tests.trainers import history, make_trainer
 
     found: dict[str, Any] = {}
     for name, extra in {"ulysses": {}, "upipe": UPIPE}.items():

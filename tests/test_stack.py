@@ -23,9 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.models import make_batch, make_model, shard, single_process, worst
-from tests.ranks import run_in_process, run_ranks
-from tests.test_deepspeed import (
+from tests.attached import attached
+from tests.engines import (
     UPIPE,
     compare,
     ds_config,
@@ -36,7 +35,8 @@ from tests.test_deepspeed import (
     register_ulysses,
     train_step,
 )
-from tests.test_families import attached
+from tests.models import make_batch, make_model, shard, single_process, worst
+from tests.ranks import run_in_process, run_ranks
 from tests.zoo import tiny_model
 
 pytest.importorskip("deepspeed")

@@ -274,7 +274,7 @@ def _engine_loss(engine, name: str, batch, micro_batches) -> tuple[torch.Tensor,
 
 
 def _run_step(engine, name, micro_batches) -> dict[str, torch.Tensor]:
-    from tests.test_deepspeed import gradients
+    from tests.engines import gradients
 
     logged = torch.zeros(())
     for number, batch in enumerate(micro_batches):
@@ -289,7 +289,7 @@ ENGINE_CASES = ("tiled mean", "tiled sum", "tiled step", "whole sum", "whole ste
 
 
 def _engines(stage: int) -> dict[str, float]:
-    from tests.test_deepspeed import ds_config, forget_ulysses, make_engine, register_ulysses
+    from tests.engines import ds_config, forget_ulysses, make_engine, register_ulysses
 
     errors = {}
     for tied in (False, True):
@@ -323,7 +323,7 @@ def test_engines_are_one_process_with_accumulation(stage):
 
 def _replicas() -> dict[str, float]:
     """SP 2 x DP 2 with other numbers of labels on each replica: the step's tokens weigh the same."""
-    from tests.test_deepspeed import ds_config, forget_ulysses, make_engine, register_ulysses
+    from tests.engines import ds_config, forget_ulysses, make_engine, register_ulysses
 
     errors = {}
     replicas = [_micro_batches(replica=r) for r in range(2)]
@@ -349,7 +349,7 @@ def test_tokens_of_replicas_weigh_the_same():
 
 def _refused() -> dict[str, str]:
     import deepspeed_plugin
-    from tests.test_deepspeed import ds_config, make_engine
+    from tests.engines import ds_config, make_engine
 
     deepspeed_plugin.register()
     results = {}
@@ -394,7 +394,7 @@ class _RowsOfLogits(TorchDispatchMode):
 
 def _rows_of_logits() -> dict[bool, int]:
     import deepspeed_plugin
-    from tests.test_deepspeed import ds_config, make_engine
+    from tests.engines import ds_config, make_engine
 
     found = {}
     ids = torch.randint(0, 64, (1, 100))

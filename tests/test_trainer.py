@@ -12,96 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engines import UPIPE, ds_config, forget_ulysses
 from tests.models import make_model
 from tests.ranks import run_ranks
-from tests.test_deepspeed import UPIPE, ds_config, forget_ulysses
+from tests.trainers import LR, SEQ, accelerate_on_cpu, history, make_trainer, parallelism, rows, training_arguments
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-LR, SEQ = 1e-3, 32
-
-
-def _data(count: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of which one has no labels in its first half, so that a rank has far fewer than the other."""
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for i in range(count):
-        ids = torch.randint(0, 64, (SEQ,), generator=generator)
-        labels = ids.clone()
-        if i % 2:
-            labels[: SEQ // 2 - 1] = -100
-        mask = torch.ones(SEQ, dtype=torch.long)
-        rows.append({"input_ids": ids, "labels": labels, "position_ids": torch.arange(SEQ), "attention_mask": mask})
-    return rows
-
-
-def _on_cpu(forget: bool = True) -> None:
-    """What ``accelerate launch --use_deepspeed`` sets up, but for the backend it would take on a GPU."""
-    import deepspeed_plugin
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(backend="gloo")
-    if forget:
-        forget_ulysses()
-    deepspeed_plugin.register()
-
-
-def _parallelism(ranks: int = 2):
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
-
-
-def _arguments(config: dict, folder: Path, **options):
-    from transformers import TrainingArguments
-
-    return TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        logging_steps=1,
-        eval_on_start=True,
-        report_to=[],
-        disable_tqdm=True,
-        deepspeed=config,
-        accelerator_config={"use_configured_state": True},
-        **options,
-    )
-
-
-def make_trainer(stage: int, extra: dict, folder: Path, model: torch.nn.Module | None = None, **options):
-    from transformers import Trainer
-
-    _on_cpu()
-    arguments = _arguments(
-        ds_config(stage, gradient_accumulation_steps=2, **extra),
-        folder,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        parallelism_config=_parallelism(),
-        **options,
-    )
-    return Trainer(model=model or make_model("llama"), args=arguments, train_dataset=_data(8), eval_dataset=_data(2))
-
-
-def history(trainer) -> list[float]:
-    """Every logged loss, gradient norm and evaluation loss, in order."""
-    kept = ("loss", "grad_norm", "eval_loss")
-    return [float(entry[key]) for entry in trainer.state.log_history for key in kept if key in entry]
 
 
 def _train(folder: str) -> dict[str, dict]:
@@ -131,7 +49,7 @@ def _train(folder: str) -> dict[str, dict]:
     forget_ulysses()
     plain = make_model("llama").eval()
     with torch.no_grad():
-        losses = [plain(**{name: t[None] for name, t in row.items()}).loss for row in _data(2)]
+        losses = [plain(**{name: t[None] for name, t in row.items()}).loss for row in rows(2)]
     runs["single process"] = float(sum(losses)) / len(losses)
     return runs
 
@@ -184,21 +102,21 @@ def _loop() -> dict[str, list[float]]:
     losses = {}
     for stage in (1, 3):
         for name, extra in {"ulysses": {}, "upipe": UPIPE}.items():
-            _on_cpu()
+            accelerate_on_cpu()
             config = ds_config(stage, **extra)
             del config["optimizer"]
             plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_allow_untested_optimizer": True})
-            accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=_parallelism())
+            accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism())
             model = make_model("llama")
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-            loader = DataLoader(_data(4), batch_size=1)
+            loader = DataLoader(rows(4), batch_size=1)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             assert (model.upipe is not None) == bool(extra)
             group = model.seq_parallel_group
-            rows, got = [], []
+            lengths, got = [], []
             for batch in loader:
                 shift_labels = batch.pop("shift_labels")
-                rows.append(shift_labels.shape[1])
+                lengths.append(shift_labels.shape[1])
                 logits = model(**batch).logits
                 loss = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
                 counted = (shift_labels != -100).sum()
@@ -209,7 +127,7 @@ def _loop() -> dict[str, list[float]]:
                 optimizer.step()
                 optimizer.zero_grad()
                 got += [float(mean.detach()), float(model.get_global_grad_norm())]
-            assert set(rows) == {SEQ // 2}  # cut once
+            assert set(lengths) == {SEQ // 2}  # cut once
             losses[f"{stage} {name}"] = got
     return losses
 
@@ -226,7 +144,7 @@ def _heads_alst_refuses(folder: str) -> dict[str, list[float] | str]:
     from transformers import Trainer
 
     shape = {"num_attention_heads": 6, "num_key_value_heads": 3}
-    row = _data(1)[0]
+    row = rows(1)[0]
     forget_ulysses()
     plain = make_model("llama", **shape)
     loss = plain(**{name: t[None] for name, t in row.items()}).loss
@@ -234,10 +152,10 @@ def _heads_alst_refuses(folder: str) -> dict[str, list[float] | str]:
     norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
     results: dict[str, list[float] | str] = {"single process": [float(loss), float(loss), float(norm)]}
     for run, extra in {"first": UPIPE, "second": UPIPE, "no key": {}}.items():
-        _on_cpu(forget=run != "second")
+        accelerate_on_cpu(forget=run != "second")
         config = ds_config(3, gradient_accumulation_steps=2, **extra)
-        arguments = _arguments(
-            config, Path(folder), max_steps=1, save_strategy="no", parallelism_config=_parallelism(ranks=4)
+        arguments = training_arguments(
+            config, Path(folder), max_steps=1, save_strategy="no", parallelism_config=parallelism(ranks=4)
         )
         trainer = Trainer(
             model=make_model("llama", **shape), args=arguments, train_dataset=[row] * 8, eval_dataset=[row] * 4

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.attached import attached
+from tests.engines import UPIPE, ds_config, forget_ulysses, gradients, make_engine, register_ulysses
 from tests.models import worst
 from tests.ranks import run_ranks
-from tests.test_deepspeed import UPIPE, ds_config, forget_ulysses, gradients, make_engine, register_ulysses
-from tests.test_families import attached
 from tests.zoo import IMAGE_TOKEN, VISION_LANGUAGE, tiny_model
 from upipe_integrations.sharding import shard_batch, shard_features
 
