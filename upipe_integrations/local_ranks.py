@@ -24,6 +24,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _RESULT, _END, _FAILED = "result", "end", "failed"
+# The last two are imported by the first backward and by the first call of attention: two seconds in every rank.
+_PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 _SECONDS_TO_LEAVE = 5
 
 
@@ -55,7 +57,7 @@ class LocalRanks:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", *preload])
+        context.set_forkserver_preload([*_PRELOAD, *preload])
         self._folder = tempfile.TemporaryDirectory(prefix="upipe-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
