@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.losses import tiled
 from tests.models import make_batch, worst
 from tests.ranks import run_ranks
 from tests.test_families import attached, sharded
-from tests.test_logits import tiled
 from tests.zoo import FAMILIES, LAYERS, VISION_LANGUAGE, VOCABULARY, tiny_model
 
 # Lengths of packed documents: one, and three of which the second lies across the shards.
