@@ -78,7 +78,7 @@ def _one_sleeps() -> None:
 )
 def test_a_rank_that_fails_is_named_and_all_are_ended(function, error, message):
     with LocalRanks(2) as ranks:
-        pids = [process.pid for process in ranks._processes]
+        pids = ranks.call(os.getpid)
         with pytest.raises(error, match=message):
             ranks.call(function, seconds=2 if function is _one_sleeps else 60)
     assert _gone(pids, 0)
@@ -88,14 +88,14 @@ def test_ranks_end_when_the_process_that_started_them_is_killed():
     code = (
         "import time; from upipe_integrations.local_ranks import LocalRanks; import os\n"
         "if __name__ == '__main__':\n"
-        "    ranks = LocalRanks(2); print(*ranks.call(os.getpid), flush=True); time.sleep(600)"
+        "    ranks = LocalRanks(2); print(ranks._folder.name, *ranks.call(os.getpid), flush=True); time.sleep(600)"
     )
     started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    pids = started.stdout.readline().split()
-    assert len(pids) == 2
+    folder, *pids = started.stdout.readline().split()
+    assert len(pids) == 2 and Path(folder).exists()
     started.send_signal(signal.SIGKILL)
     started.wait()
-    assert _gone(pids)
+    assert _gone(pids) and not Path(folder).exists()
 
 
 # ---------------------------------------------------------------- the pool of the tests

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -194,6 +195,9 @@ def _rank_main(
     except BaseException:
         with suppress(OSError):  # nobody may be there to read it
             _send(pipe, _FAILED, traceback.format_exc())
+    started_by = multiprocessing.parent_process()
+    if started_by is not None and not started_by.is_alive():  # it was killed, and its folder is left to us
+        shutil.rmtree(os.path.dirname(group["init_method"].removeprefix("file://")), ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of a training framework would keep the interpreter from ending
