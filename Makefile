@@ -2,7 +2,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-megatron-0.16 lint typecheck docs demo demo-megatron release-check clean
+.PHONY: help setup test test-quick test-megatron-0.16 lint typecheck docs demo demo-megatron release-check clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -18,6 +18,12 @@ setup: ## Create .venv with everything needed (PYTHON=... picks the interpreter)
 
 test: setup lint typecheck ## Lint, type-check and run the tests (ARGS="..." goes to pytest)
 	@$(ACCEL) $(BIN)/python -m pytest $(ARGS)
+
+# Those of the core alone, that start no launcher and train no host's model.
+QUICK := attention checkpoint config features kernels layering local_ranks modes pairwise projection schedule sharding sums
+
+test-quick: setup ## Run the core's tests alone, in two minutes: no launcher, no host (ARGS="..." goes to pytest)
+	@$(ACCEL) $(BIN)/python -m pytest $(QUICK:%=tests/test_%.py) $(ARGS)
 
 # A release of its own (core only, Python 3.10 and 3.11), in an environment of its own.
 test-megatron-0.16: ## Run Megatron's tests with megatron-core 0.16 (needs Python 3.11 or 3.10)

@@ -28,6 +28,24 @@ PRODUCTS_IN_PLACE = {torch.ops.aten.addmm_: lambda total, left, right, **options
 """What PyTorch's counter of flops leaves out, as its ``custom_mapping``."""
 
 
+# Boundaries that cut through shards of 2, 3 and 4 ranks; rows of a batch that differ.
+FEATURES = {
+    "documents": {"documents": ((0, 3, 4, 17, 24),)},
+    "documents by row": {"documents": ((0, 7, 24), (0, 24), (0, 1, 2, 13, 24))},
+    "window": {"window": 5},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 1.5},
+    "scale": {"scale": 0.3},
+    "other value size": {"value_dim": 12},
+    "smaller value size": {"value_dim": 4},
+    "norm and bias": {"norm": True, "bias": True},
+    "full": {"causal": False},
+}
+# What a kernel is not asked to do.
+UNSERVED = {"torch-cpu-flash": {"softcap"}}
+LAYOUTS = {"contiguous": Layout.contiguous(), "zigzag": Layout.zigzag()}
+
+
 def per_head_norm(heads: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(heads, heads.shape[-1:], gain, 1e-6)
 

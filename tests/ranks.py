@@ -1,72 +1,35 @@
 """Running one function on several gloo ranks.
 
-Processes are forked from a server that has already imported torch (and, where installed, deepspeed,
-transformers and megatron), so a group costs about a second; still, tests run many cases in each group they start.
+Processes are forked from a server that has already imported torch (and, where tests of hosts were collected, deepspeed,
+transformers and megatron). :func:`on_pool` runs it on ranks that stay for the next test, :func:`run_ranks` on fresh
+ones, for functions that leave something behind in their process.
 """
 
 from __future__ import annotations
 
-import io
-import multiprocessing
-import os
-import socket
-import time
-import traceback
+import atexit
+import functools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "tests.preload"]
+from upipe_integrations.local_ranks import LocalRanks, free_port
+
+# Helper modules of tests of hosts: where none was imported, the server need not import any host.
+_OF_HOSTS = ("tests.models", "tests.megatron_cpu", "tests.megatron_models")
+_TIMEOUT = timedelta(seconds=120)
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    # The server must stay single-threaded, whatever it imports.
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _main(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        if world:
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-        result, error = function(*args), None
-        if world:
-            dist.barrier()
-    except BaseException:
-        result, error = None, traceback.format_exc()
-    # Through torch.save: plain pickling would share memory by file descriptors of a process about to end.
-    buffer = io.BytesIO()
-    torch.save((result, error), buffer)
-    pipe.send_bytes(buffer.getvalue())
-    pipe.close()
-    if error is None and dist.is_initialized():
-        dist.destroy_process_group()
-    os._exit(0)
+def _preload() -> list[str]:
+    # Not tests.conftest or any module with state: the server must stay single-threaded.
+    hosts = ["tests.preload"] if any(name in sys.modules for name in _OF_HOSTS) else []
+    return ["upipe_integrations.attention", *hosts]
 
 
 def run_in_process(function: Callable[..., Any], *args: Any, seconds: float = 300) -> Any:
     """``function(*args)`` in a process of its own, with no process group."""
-    return _run(0, function, args, seconds)[0]
+    return _fresh(1, None, function, args, seconds)[0]
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
@@ -75,41 +38,72 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
     Raises:
         AssertionError: a rank raised (its traceback is in the message), or not all were done in `seconds`.
     """
-    return _run(world, function, args, seconds)
+    return _fresh(world, "gloo", _together, (function, args), seconds)
 
 
-def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
-    import torch
+def _fresh(
+    world: int, backend: str | None, function: Callable[..., Any], args: tuple[Any, ...], seconds: float
+) -> list[Any]:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # DeepSpeed and Megatron read them
+    if backend is None:
+        environment["WORLD_SIZE"] = "0"
+    with LocalRanks(world, backend=backend, timeout=_TIMEOUT, preload=_preload(), environment=environment) as ranks:
+        return _called(ranks, function, args, seconds)
 
-    processes_wanted = max(world, 1)
-    context = _context()
-    port = free_port()
-    pipes, processes = [], []
-    for rank in range(processes_wanted):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(rank, world, port, function, args, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(mine)
-        processes.append(process)
-    results: dict[int, Any] = {}
-    end = time.monotonic() + seconds
+
+def _called(ranks: LocalRanks, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
     try:
-        while len(results) < processes_wanted:
-            pending = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-            ready = wait(pending, timeout=max(0.0, end - time.monotonic()))
-            assert ready, f"ranks {[r for r in range(processes_wanted) if r not in results]} not done after {seconds} s"
-            for pipe in ready:
-                rank = pipes.index(pipe)
-                try:
-                    blob = pipe.recv_bytes()
-                except EOFError:
-                    raise AssertionError(f"rank {rank} died without a result") from None
-                results[rank], error = torch.load(io.BytesIO(blob), weights_only=False)
-                assert error is None, f"rank {rank} of {world}:\n{error}"
-    finally:
-        for process in processes:
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-    return [results[rank] for rank in range(processes_wanted)]
+        return ranks.call(function, *args, seconds=seconds)
+    except RuntimeError as error:
+        raise AssertionError(str(error)) from None
+
+
+def _together(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A rank must not leave while others still need it."""
+    import torch.distributed as dist
+
+    result = function(*args)
+    if dist.is_initialized():
+        dist.barrier()
+    return result
+
+
+# ---------------------------------------------------------------- ranks that stay
+
+
+@functools.cache
+def _pool(world: int) -> list[LocalRanks]:
+    """The living ranks of this size: one pool, or none yet."""
+    return []
+
+
+def on_pool(world: int, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
+    """:func:`run_ranks` on ranks that are there already: no process starts, and all functions share a default group.
+
+    For functions that leave nothing behind: no changed module, no default group of their own. After a failure, or
+    where something was left behind, the ranks are ended, and the next function gets new ones.
+    """
+    pools = _pool(world)
+    if not pools:
+        pools.append(LocalRanks(world, timeout=_TIMEOUT, preload=_preload()))
+        atexit.register(pools[0].close)
+    try:
+        results = _called(pools[0], _healthy, (world, function, args), seconds)
+    except BaseException:
+        pools.pop().close()
+        raise
+    return results
+
+
+def _healthy(world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What the function returns; raises where it leaves another group than it found."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    result = function(*args)
+    assert dist.is_initialized() and dist.group.WORLD is group and dist.get_world_size() == world
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    dist.barrier()
+    return result

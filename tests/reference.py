@@ -105,19 +105,17 @@ def make_layer(
 def visible(layer: Layer) -> torch.Tensor:
     """`[B, S, S]`: whether a query (row) sees a key (column), pair by pair."""
     B, S = layer.x.shape[:2]
+    row, column = torch.arange(S)[:, None], torch.arange(S)[None, :]
     seen = torch.ones(B, S, S, dtype=torch.bool)
+    if layer.causal:
+        seen &= column <= row
+    if layer.window is not None:
+        seen &= row - column < layer.window
     for b in range(B):
-        bounds = (0, S)
         if layer.documents is not None:
             bounds = layer.documents[b if len(layer.documents) > 1 else 0]
-        document = [sum(i >= edge for edge in bounds) for i in range(S)]
-        for i in range(S):
-            for j in range(S):
-                seen[b, i, j] = (
-                    (j <= i or not layer.causal)
-                    and (layer.window is None or i - j < layer.window)
-                    and document[i] == document[j]
-                )
+            document = sum((torch.arange(S) >= edge).long() for edge in bounds)
+            seen[b] &= document[:, None] == document[None, :]
     return seen
 
 

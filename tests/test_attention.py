@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import per_head_norm, projections_of, relative_errors, run_sharded
-from tests.ranks import run_ranks
+from tests.pairwise import pairwise
+from tests.ranks import on_pool
 from tests.reference import make_layer, reference
 from upipe_integrations import (
     HeadFunction,
@@ -32,25 +33,37 @@ VARIANTS = {
 }
 
 
-def _errors(kernel: str) -> dict[tuple, float]:
-    C = dist.get_world_size()
+def _chunk_heads(case: dict) -> int:
+    return case["heads"][0] if case["stage"] == "all heads" else case["stage"] * case["ranks"]
+
+
+CASES = pairwise(
+    {
+        "ranks": (2, 4),
+        "heads": HEADS,
+        "stage": (1, 2, 3, "all heads"),
+        "variant": tuple(VARIANTS),
+        "kernel": ("math", "torch-cpu-flash"),
+    },
+    lambda case: _chunk_heads(case) <= case["heads"][0],
+)
+"""`stage`: query heads per rank."""
+
+
+def _errors(cases: list[dict]) -> dict[tuple, float]:
     worst = {}
-    for H, K in HEADS:
-        for U in sorted({C, 2 * C, 3 * C, H}):
-            if U > H:
-                continue
-            for name, options in VARIANTS.items():
-                layer = make_layer(H, K, **options)
-                errors = relative_errors(run_sharded(layer, U, dist.group.WORLD, kernel), reference(layer))
-                worst[H, K, U, name] = max(errors.values())
+    for case in cases:
+        layer = make_layer(*case["heads"], **VARIANTS[case["variant"]])
+        got = run_sharded(layer, _chunk_heads(case), dist.group.WORLD, case["kernel"])
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_output_and_every_gradient_equal_the_single_process(ranks, kernel):
-    for worst in run_ranks(ranks, _errors, kernel):
-        assert len(worst) > 100
+def test_output_and_every_gradient_equal_the_single_process(ranks):
+    cases = [case for case in CASES if case["ranks"] == ranks]
+    for worst in on_pool(ranks, _errors, cases):
+        assert len(worst) == len(cases) >= len(VARIANTS)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -70,7 +83,7 @@ def _two_groups_of_two() -> dict[str, float]:
 
 def test_group_ranks_are_not_global_ranks():
     """Public fault 6: ranks 2 and 3 form a group of their own, with other data."""
-    for errors in run_ranks(4, _two_groups_of_two):
+    for errors in on_pool(4, _two_groups_of_two):
         assert max(errors.values()) < 1e-10
 
 
@@ -163,7 +176,7 @@ def _ways_of_use() -> dict[str, object]:
 
 def test_ways_of_use():
     """Public faults 5, 17, 18: batch rows, both checkpointing kinds, strided gradients, several forwards."""
-    for results in run_ranks(2, _ways_of_use):
+    for results in on_pool(2, _ways_of_use):
         assert results["rows"] and results["frozen"]
         assert results["reentrant"] < 1e-12
         assert results["non-reentrant"] < 1e-12

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine import PRODUCTS_IN_PLACE, projections_of, relative_errors, run_sharded
-from tests.ranks import run_ranks
+from tests.ranks import on_pool
 from tests.reference import make_layer, reference
 from tests.ulysses import AllToAll, Attend
 from upipe_integrations import Mode, OutputProjection, Schedule, Staging, upipe_attention
@@ -48,7 +48,7 @@ def _operator_errors() -> dict[str, float]:
 
 
 def test_the_operator_is_the_same_in_every_mode():
-    for worst in run_ranks(2, _operator_errors):
+    for worst in on_pool(2, _operator_errors):
         assert max(worst.values()) < 1e-10, worst
 
 
@@ -131,7 +131,7 @@ def _all_methods() -> dict[str, dict]:
 
 
 def test_what_each_method_runs_and_sends():
-    for results in run_ranks(2, _all_methods):
+    for results in on_pool(2, _all_methods):
         right = results["ulysses"]["grads"]
         for name, result in results.items():
             assert max(relative_errors(result["grads"], right).values()) < 1e-12, name

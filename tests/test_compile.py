@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine import projections_of, relative_errors, spec_of
-from tests.ranks import run_ranks
+from tests.ranks import on_pool, run_ranks
 from tests.reference import make_layer
 from upipe_integrations import (
     AttentionProjections,
@@ -138,13 +138,14 @@ def _errors_of_modes(kernel: str, features: list[str]) -> dict[tuple, float]:
     ("ranks", "kernel", "features"), [(2, "math", list(FEATURES)), (1, "torch-cpu-flash", ["everything"])]
 )
 def test_every_mode_compiles_to_one_graph(ranks, kernel, features):
-    for errors in run_ranks(ranks, _errors_of_modes, kernel, features):
+    for errors in on_pool(ranks, _errors_of_modes, kernel, features):
         assert len(errors) == len(MODES) + 2 * (len(features) - 1)
         assert {case: error for case, error in errors.items() if error > 1e-12} == {}
 
 
 def _groups_used() -> list[bool]:
     """Whether compiled code exchanges over the group it is called with, for two groups of the same ranks."""
+    torch.compiler.reset()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     layer = make_layer(4, 2, output=True)
     schedule = Schedule.build(heads=4, kv_heads=2, ranks=2, chunk_heads=2)
@@ -176,7 +177,7 @@ def _groups_used() -> list[bool]:
 
 
 def test_compiled_code_is_for_the_group_it_is_called_with():
-    assert run_ranks(2, _groups_used) == [[True] * 3] * 2
+    assert on_pool(2, _groups_used) == [[True] * 3] * 2
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from tests.attached import attached, sharded
+from tests.losses import tiled
 from tests.models import make_batch, worst
 from tests.ranks import run_ranks
-from tests.tiled import tiled
 from tests.zoo import FAMILIES, LAYERS, VISION_LANGUAGE, VOCABULARY, tiny_model
 
 # Lengths of packed documents: one, and three of which the second lies across the shards.

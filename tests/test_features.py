@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import projections_of, relative_errors, run_sharded, spec_of
-from tests.ranks import run_ranks
+from tests.engine import FEATURES, LAYOUTS, UNSERVED, projections_of, relative_errors, run_sharded, spec_of
+from tests.pairwise import pairwise
+from tests.ranks import on_pool
 from tests.reference import attend, make_layer, reference
 from upipe_integrations import (
     AttentionSpec,
@@ -29,22 +30,6 @@ from upipe_integrations.kernels.base import Kernel, regions
 # Any numbers of heads: ranks that do not divide them, KV heads and ranks that do not divide each other.
 UNEVEN = [(6, 3), (7, 7), (12, 2), (14, 2), (10, 5), (28, 4), (9, 3), (5, 1), (40, 8)]
 
-# Boundaries that cut through shards of 2, 3 and 4 ranks; rows of a batch that differ.
-FEATURES = {
-    "documents": {"documents": ((0, 3, 4, 17, 24),)},
-    "documents by row": {"documents": ((0, 7, 24), (0, 24), (0, 1, 2, 13, 24))},
-    "window": {"window": 5},
-    "sinks": {"sinks": True},
-    "softcap": {"softcap": 1.5},
-    "scale": {"scale": 0.3},
-    "other value size": {"value_dim": 12},
-    "smaller value size": {"value_dim": 4},
-    "norm and bias": {"norm": True, "bias": True},
-    "full": {"causal": False},
-}
-# What a kernel is not asked to do.
-UNSERVED = {"torch-cpu-flash": {"softcap"}}
-
 
 def _pairs(kernel: str) -> list[tuple[str, ...]]:
     names = [name for name in FEATURES if name not in UNSERVED.get(kernel, ())]
@@ -62,70 +47,117 @@ def _layer(names: tuple[str, ...], heads: int, kv_heads: int, seed: int = 0):
     return make_layer(heads, kv_heads, seq=24, batch=3, seed=seed, **options)
 
 
-def _errors_of_features(kernel: str) -> dict[tuple, float]:
+RANKS = (2, 3, 4)
+KERNEL_NAMES = ("math", "torch-cpu-flash")
+
+
+def _feature_cases() -> list[dict]:
+    """Every feature with every number of ranks, kernel and layout; each pair of features once, over these in turn."""
+    alone = pairwise(
+        {"names": [(name,) for name in FEATURES], "ranks": RANKS, "kernel": KERNEL_NAMES, "layout": tuple(LAYOUTS)},
+        lambda case: case["names"] in _pairs(case["kernel"]),
+    )
+    places = itertools.cycle(itertools.product(KERNEL_NAMES, RANKS, LAYOUTS))
+    pairs = []
+    for names in (names for names in _pairs("math") if len(names) == 2):
+        kernel, ranks, layout = next(places)
+        kernel = kernel if names in _pairs(kernel) else "math"
+        pairs.append({"names": names, "ranks": ranks, "kernel": kernel, "layout": layout})
+    return alone + pairs
+
+
+FEATURE_CASES = _feature_cases()
+
+
+def _errors_of_features(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for number, names in enumerate(_pairs(kernel)):
+    for case in cases:
         # 8 query heads divide evenly on 2 and 4 ranks; on 3 they are padded.
-        layer = _layer(names, 8, 4)
-        layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
-        got = run_sharded(layer, C, dist.group.WORLD, kernel, layout=layout)
-        worst[names] = max(relative_errors(got, reference(layer)).values())
+        layer = _layer(case["names"], 8, 4)
+        got = run_sharded(layer, C, dist.group.WORLD, case["kernel"], layout=LAYOUTS[case["layout"]])
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_features_alone_and_in_pairs(ranks, kernel):
+@pytest.mark.parametrize("ranks", RANKS)
+def test_features_alone_and_in_pairs(ranks):
     """Public faults 14, 21, 22, 28, 33."""
-    for worst in run_ranks(ranks, _errors_of_features, kernel):
-        assert len(worst) == len(_pairs(kernel)) > 40
+    cases = [case for case in FEATURE_CASES if case["ranks"] == ranks]
+    for worst in on_pool(ranks, _errors_of_features, cases):
+        assert len(worst) == len(cases) > 20
         assert {names: error for names, error in worst.items() if error > 1e-10} == {}
 
 
-def _errors_of_heads() -> dict[tuple, float]:
+def test_cases_have_every_pair_of_features():
+    assert {case["names"] for case in FEATURE_CASES} == set(_pairs("math"))
+    for name in FEATURES:
+        of_it = [case for case in FEATURE_CASES if name in case["names"]]
+        assert {case["ranks"] for case in of_it} == set(RANKS)
+        assert {case["layout"] for case in of_it} == set(LAYOUTS)
+        assert {case["kernel"] for case in of_it} == {k for k in KERNEL_NAMES if name not in UNSERVED.get(k, ())}
+
+
+HEAD_CASES = pairwise(
+    {"ranks": RANKS, "heads": UNEVEN, "stage": ("smallest", "twice", "one")},
+    lambda case: case["heads"][0] >= case["ranks"] * (2 if case["stage"] == "twice" else 1),
+)
+"""`stage`: as many query heads per stage as there are ranks, twice as many, or all that divide evenly."""
+
+
+def _errors_of_heads(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for H, K in UNEVEN:
-        for U in sorted({C, 2 * C, (H // C) * C}):
-            if U > H:
-                continue
-            layer = make_layer(H, K, seq=24, batch=2, bias=True, sinks=True, norm=H < 15)
-            got = run_sharded(layer, U, dist.group.WORLD, "torch-cpu-flash")
-            worst[H, K, U] = max(relative_errors(got, reference(layer)).values())
+    for case in cases:
+        H, K = case["heads"]
+        U = {"smallest": C, "twice": 2 * C, "one": (H // C) * C}[case["stage"]]
+        layer = make_layer(H, K, seq=24, batch=2, bias=True, sinks=True, norm=H < 15)
+        got = run_sharded(layer, U, dist.group.WORLD, "torch-cpu-flash")
+        worst[H, K, U, case["stage"]] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_any_number_of_heads(ranks):
     """Public fault 4, and the padding of a last stage."""
-    for worst in run_ranks(ranks, _errors_of_heads):
-        assert len(worst) >= 15
+    cases = [case for case in HEAD_CASES if case["ranks"] == ranks]
+    assert {case["heads"] for case in cases} == set(UNEVEN)
+    for worst in on_pool(ranks, _errors_of_heads, cases):
+        assert len(worst) == len(cases)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
 # ---------------------------------------------------------------- the partial form
 
 
-def _errors_of_partial() -> dict[tuple, float]:
+PARTIAL_CASES = pairwise(
+    {
+        "ranks": (2, 4),
+        "heads": ((8, 4), (14, 2), (8, 1)),
+        "form": ("batch", "sequence"),
+        "names": ((), ("documents", "sinks"), ("window", "other value size")),
+        "layout": tuple(LAYOUTS),
+        "mode": ("keep", "keep_heads"),
+    }
+)
+
+
+def _errors_of_partial(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for (H, K), form, names in itertools.product(
-        [(8, 4), (14, 2), (8, 1)], ["batch", "sequence"], [(), ("documents", "sinks"), ("window", "other value size")]
-    ):
-        layer = _layer(names, H, K)
-        wanted = reference(layer)
-        for layout, mode in itertools.product(
-            (Layout.contiguous(), Layout.zigzag()), (Mode(), Mode.named("keep_heads"))
-        ):
-            got = run_sharded(layer, C, dist.group.WORLD, "math", layout=layout, partial=form, mode=mode)
-            worst[H, K, form, names, layout, mode] = max(relative_errors(got, wanted).values())
+    for case in cases:
+        layer, mode = _layer(case["names"], *case["heads"]), Mode.named(case["mode"])
+        layout = LAYOUTS[case["layout"]]
+        got = run_sharded(layer, C, dist.group.WORLD, "math", layout=layout, partial=case["form"], mode=mode)
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_partial_form(ranks):
-    for worst in run_ranks(ranks, _errors_of_partial):
+    cases = [case for case in PARTIAL_CASES if case["ranks"] == ranks]
+    for worst in on_pool(ranks, _errors_of_partial, cases):
+        assert len(worst) == len(cases) >= 3
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -204,7 +236,7 @@ def _packed_layouts() -> dict[str, float]:
 
 
 def test_packed_layouts():
-    for errors in run_ranks(4, _packed_layouts):
+    for errors in on_pool(4, _packed_layouts):
         assert max(errors.values()) < 1e-10, errors
 
 
@@ -219,7 +251,7 @@ def _a_padded_tail() -> float:
 
 
 def test_a_padded_tail_changes_nothing_before_it():
-    for error in run_ranks(2, _a_padded_tail):
+    for error in on_pool(2, _a_padded_tail):
         assert error < 1e-10
 
 
@@ -239,25 +271,33 @@ def _kept(layer, dropout: Dropout) -> torch.Tensor:
     return kept
 
 
-def _dropout_errors() -> dict[tuple, float]:
+DROPOUT_CASES = pairwise(
+    {"ranks": RANKS, "names": [(), *((name,) for name in FEATURES)], "heads": ((8, 1), (8, 2), (7, 1))},
+    lambda case: case["heads"][0] >= case["heads"][1] * case["ranks"],
+)
+"""`heads`: query heads, and how many of a stage are on a rank."""
+
+
+def _dropout_errors(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
     dropout = Dropout(0.4, seed=7)
-    for names in [(), *((name,) for name in FEATURES)]:
-        for heads, U in ((8, C), (8, 2 * C), (7, C)):
-            if heads >= U:
-                layer = _layer(names, heads, 1 if heads == 7 else 4)
-                layer.kept = _kept(layer, dropout)
-                got = run_sharded(layer, U, dist.group.WORLD, dropout=dropout, layout=Layout.zigzag())
-                worst[names, heads, U] = max(relative_errors(got, reference(layer)).values())
+    for case in cases:
+        heads, per_rank = case["heads"]
+        layer = _layer(case["names"], heads, 1 if heads == 7 else 4)
+        layer.kept = _kept(layer, dropout)
+        got = run_sharded(layer, per_rank * C, dist.group.WORLD, dropout=dropout, layout=Layout.zigzag())
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_dropout_with_every_feature_does_not_depend_on_ranks_or_stages(ranks):
     """One mask for the reference, whatever heads share a stage; and the same in backward as in forward."""
-    for worst in run_ranks(ranks, _dropout_errors):
-        assert len(worst) >= 2 * (len(FEATURES) + 1)
+    cases = [case for case in DROPOUT_CASES if case["ranks"] == ranks]
+    assert {case["names"] for case in cases} == {(), *((name,) for name in FEATURES)}
+    for worst in on_pool(ranks, _dropout_errors, cases):
+        assert len(worst) == len(cases)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -324,7 +364,7 @@ def _function_kernel() -> float:
 
 
 def test_any_differentiable_function_is_a_kernel():
-    for error in run_ranks(2, _function_kernel):
+    for error in on_pool(2, _function_kernel):
         assert error < 1e-10
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.losses import Engine, gradients, tiled, whole
 from tests.models import make_batch, make_model, shard, worst
 from tests.ranks import run_in_process, run_ranks
-from tests.tiled import Engine, gradients, tiled
 from tests.zoo import FAMILIES, VOCABULARY, tiny_model
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -36,14 +36,6 @@ DONE = {
     "opt": "contiguous",
 }
 NO_FLOAT64 = ("inkling2_text",)
-
-
-def whole(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The sum of token losses from the model's own logits, and every gradient."""
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    targets = torch.log_softmax(logits.double(), -1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
-    loss = -(targets * (batch["labels"] != -100)).sum()
-    return {"loss": loss.detach(), **gradients(model, loss)}
 
 
 def _families() -> dict[str, tuple[str, float]]:
@@ -119,8 +111,8 @@ def _engines() -> dict[str, float]:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     import deepspeed_plugin
-    from tests.engines import ds_config, forget_ulysses, make_engine, register_ulysses
-    from tests.engines import gradients as engine_gradients
+    from tests.test_deepspeed import ds_config, forget_ulysses, make_engine, register_ulysses
+    from tests.test_deepspeed import gradients as engine_gradients
 
     def model_with(function, tied: bool) -> torch.nn.Module:
         model = make_model("llama", tie_word_embeddings=tied)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import projections_of, relative_errors, run_sharded
-from tests.ranks import run_ranks
+from tests.engine import FEATURES, LAYOUTS, UNSERVED, projections_of, relative_errors, run_sharded
+from tests.pairwise import pairwise
+from tests.ranks import on_pool
 from tests.reference import make_layer, reference
-from tests.test_features import FEATURES, UNSERVED
 from upipe_integrations import (
     AttentionProjections,
     Dropout,
@@ -43,29 +43,55 @@ MODES = {
 NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
 
-def _errors_of_features(kernel: str, modes: dict[str, Mode]) -> dict[tuple, float]:
+CASES = pairwise(
+    {
+        "ranks": (2, 3, 4),
+        "feature": ("none", *FEATURES),
+        "mode": tuple(MODES),
+        "kernel": ("math", "torch-cpu-flash"),
+        "heads": ((8, 2), (7, 1)),
+        "layout": tuple(LAYOUTS),
+        "outside": (False, True),
+    },
+    lambda case: (
+        case["feature"] not in UNSERVED.get(case["kernel"], ())
+        and not ("blocks" in case["mode"] and case["feature"] in NOT_IN_BLOCKS)
+        and (MODES[case["mode"]].keeps_output or not case["outside"])
+    ),
+)
+
+
+def _errors_of_features(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for feature in ["none", *(name for name in FEATURES if name not in UNSERVED.get(kernel, ()))]:
-        for number, (name, mode) in enumerate(modes.items()):
-            if "blocks" in name and feature in NOT_IN_BLOCKS:
-                continue
-            for heads, kv_heads in ((8, 2), (7, 1)):
-                layer = make_layer(heads, kv_heads, seq=24, batch=3, output=True, **FEATURES.get(feature, {}))
-                layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
-                wanted = reference(layer)
-                for outside in (False,) if mode.output_in_loop else (False, True):
-                    got = run_sharded(layer, C, dist.group.WORLD, kernel, layout=layout, mode=mode, outside=outside)
-                    worst[feature, name, heads, outside] = max(relative_errors(got, wanted).values())
+    for case in cases:
+        layer = make_layer(*case["heads"], seq=24, batch=3, output=True, **FEATURES.get(case["feature"], {}))
+        got = run_sharded(
+            layer,
+            C,
+            dist.group.WORLD,
+            case["kernel"],
+            layout=LAYOUTS[case["layout"]],
+            mode=MODES[case["mode"]],
+            outside=case["outside"],
+        )
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_mode_with_every_feature(ranks, kernel):
-    for worst in run_ranks(ranks, _errors_of_features, kernel, MODES):
-        assert len(worst) >= 10 * len(MODES) * 2 - 4 * len(NOT_IN_BLOCKS)
+def test_every_mode_with_every_feature(ranks):
+    cases = [case for case in CASES if case["ranks"] == ranks]
+    assert {case["mode"] for case in cases} == set(MODES)
+    assert {case["feature"] for case in cases} == {"none", *FEATURES}
+    for worst in on_pool(ranks, _errors_of_features, cases):
+        assert len(worst) == len(cases) >= 1 + len(FEATURES)
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
+
+
+def test_every_mode_meets_every_feature_that_it_serves():
+    met = {(case["mode"], case["feature"]) for case in CASES}
+    assert len(met) == len(MODES) * (1 + len(FEATURES)) - 2 * len(NOT_IN_BLOCKS)
 
 
 @pytest.mark.parametrize("mode", ["keep_heads", "recompute", "fused"])
@@ -117,7 +143,7 @@ def _both_kinds() -> dict[tuple, float]:
 
 def test_fused_layers_under_checkpointing():
     """Public faults 17, 18."""
-    for errors in run_ranks(2, _both_kinds):
+    for errors in on_pool(2, _both_kinds):
         assert max(errors.values()) < 1e-12
 
 
@@ -142,7 +168,7 @@ def _collectives() -> dict[str, list[int]]:
 
 def test_ranks_exchange_the_same_in_the_same_order():
     """Public fault 30; and K with V, q with dout and out, go in one exchange each."""
-    by_rank = run_ranks(2, _collectives)
+    by_rank = on_pool(2, _collectives)
     assert by_rank[0] == by_rank[1]
     head = 8 * 8  # one head of one rank: L * D for 16 rows on 2 ranks
     q, kv, back = 4 * head, 2 * 2 * head, 2 * head
@@ -287,26 +313,38 @@ def test_modes_and_outputs_that_do_not_fit_are_refused(mode, output, message):
         )
 
 
-def _errors_of_blocks(kernel: str) -> dict[tuple, float]:
+BLOCK_CASES = pairwise(
+    {
+        "ranks": (2, 3),
+        "blocks": (2, 3, 4, 6, 12),
+        "layout": tuple(LAYOUTS),
+        "heads": ((8, 4, "C"), (8, 1, "2C"), (6, 2, 6), (7, 7, "C")),
+        "kernel": ("math", "torch-cpu-flash"),
+    },
+    lambda case: case["layout"] == "contiguous" or case["blocks"] in (2, 4),
+)
+"""`heads`: query heads, KV heads, and query heads per stage, some by the number C of ranks."""
+
+
+def _errors_of_blocks(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for blocks, layout in [(n, Layout.contiguous()) for n in (2, 3, 4, 6, 12)] + [(n, Layout.zigzag()) for n in (2, 4)]:
-        for heads, kv_heads, chunk_heads in ((8, 4, C), (8, 1, 2 * C), (6, 2, 6), (7, 7, C)):
-            if chunk_heads % C == 0 and (24 * 3 // C) % blocks == 0:
-                layer = make_layer(heads, kv_heads, seq=72, batch=2, bias=True, norm=True, sinks=True, output=True)
-                mode = Mode.named("blocks", query_blocks=blocks)
-                got = run_sharded(layer, chunk_heads, dist.group.WORLD, kernel, layout=layout, mode=mode)
-                worst[blocks, layout.half_chunks, heads, chunk_heads] = max(
-                    relative_errors(got, reference(layer)).values()
-                )
+    for case in cases:
+        heads, kv_heads, stage = case["heads"]
+        layer = make_layer(heads, kv_heads, seq=72, batch=2, bias=True, norm=True, sinks=True, output=True)
+        chunk_heads = {"C": C, "2C": 2 * C}.get(stage, stage)
+        mode, layout = Mode.named("blocks", query_blocks=case["blocks"]), LAYOUTS[case["layout"]]
+        got = run_sharded(layer, chunk_heads, dist.group.WORLD, case["kernel"], layout=layout, mode=mode)
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
-@pytest.mark.parametrize("kernel", ["math", "torch-cpu-flash"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_blocks(ranks, kernel):
-    for worst in run_ranks(ranks, _errors_of_blocks, kernel):
-        assert len(worst) >= 18
+def test_any_number_of_blocks(ranks):
+    cases = [case for case in BLOCK_CASES if case["ranks"] == ranks]
+    assert {case["blocks"] for case in cases} == {2, 3, 4, 6, 12}
+    for worst in on_pool(ranks, _errors_of_blocks, cases):
+        assert len(worst) == len(cases) >= 5
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -451,6 +489,6 @@ def _by_head_and_row() -> dict[str, float]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_head_functions_by_head_and_by_row(world):
-    for errors in run_ranks(world, _by_head_and_row):
+    for errors in on_pool(world, _by_head_and_row):
         assert len(errors) == 3 * 3 * 9
         assert {case: error for case, error in errors.items() if error > 1e-10} == {}

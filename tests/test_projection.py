@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.engine import PRODUCTS_IN_PLACE, per_head_norm, relative_errors, spec_of
-from tests.ranks import run_ranks
+from tests.engine import LAYOUTS, PRODUCTS_IN_PLACE, per_head_norm, relative_errors, spec_of
+from tests.pairwise import pairwise
+from tests.ranks import on_pool
 from tests.reference import Layer, attend, make_layer, reference
 from upipe_integrations import (
     AttentionProjections,
@@ -121,24 +122,37 @@ def _whole(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 MODES = {name: Mode.named(name, query_blocks=2) for name in MEMORY}
 
 
-def _errors_of_fused() -> dict[tuple, float]:
+FUSED_CASES = pairwise(
+    {
+        "ranks": (2, 3),
+        "heads": ((8, 4), (8, 8), (8, 2), (12, 2)),
+        "per_rank": (1, 2),
+        "mode": tuple(MODES),
+        "layout": tuple(LAYOUTS),
+        "accumulate": (False, True),
+    }
+)
+
+
+def _errors_of_fused(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for H, K in [(8, 4), (8, 8), (8, 2), (12, 2)]:
-        for U in (C, 2 * C):
-            layer = make_layer(H, K, head_dim=D, seq=24 if C == 3 else 16, batch=2, bias=True, norm=True, output=True)
-            for number, (name, mode) in enumerate(MODES.items()):
-                layout = [Layout.contiguous(), Layout.zigzag()][number % 2]
-                for accumulate in (False, True):
-                    got = run_fused(layer, U, mode, layout, accumulate)
-                    worst[H, K, U, name, accumulate] = max(relative_errors(got, reference(layer)).values())
+    for case in cases:
+        seq = 24 if C == 3 else 16
+        layer = make_layer(*case["heads"], head_dim=D, seq=seq, batch=2, bias=True, norm=True, output=True)
+        mode, layout = MODES[case["mode"]], LAYOUTS[case["layout"]]
+        got = run_fused(layer, case["per_rank"] * C, mode, layout, case["accumulate"])
+        worst[tuple(case.values())] = max(relative_errors(got, reference(layer)).values())
     return worst
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_weight_for_queries_keys_and_values(ranks):
     """With its gradient by autograd, and added to a buffer of the caller's."""
-    for worst in run_ranks(ranks, _errors_of_fused):
+    cases = [case for case in FUSED_CASES if case["ranks"] == ranks]
+    assert {(case["mode"], case["accumulate"]) for case in FUSED_CASES} == set(itertools.product(MODES, (False, True)))
+    for worst in on_pool(ranks, _errors_of_fused, cases):
+        assert len(worst) == len(cases) >= 5
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -244,24 +258,27 @@ def in_parts(wanted: dict[str, torch.Tensor], K: int, value_dim: int) -> dict[st
     }
 
 
+LATENT_CASES = pairwise(
+    {"heads": ((8, 8, D), (8, 2, 6), (10, 10, 6), (9, 9, D)), "mode": tuple(MODES), "per_rank": (1, 2)},
+    lambda case: case["heads"][2] == D or MODES[case["mode"]].blocks == 1,
+)
+
+
 def _errors_of_latent() -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    for H, K, Dv in [(8, 8, D), (8, 2, 6), (10, 10, 6), (9, 9, D)]:
+    for case in LATENT_CASES:
+        H, K, Dv = case["heads"]
         layer = latent_layer(H, K, Dv)
-        wanted = in_parts(reference(layer), K, Dv)
-        for mode in MODES.values():
-            if mode.query_blocks > 1 and Dv != D:
-                continue
-            for U in (C, 2 * C):
-                worst[H, K, Dv, mode.memory, U] = max(relative_errors(run_latent(layer, U, mode), wanted).values())
+        got = run_latent(layer, case["per_rank"] * C, MODES[case["mode"]])
+        worst[tuple(case.values())] = max(relative_errors(got, in_parts(reference(layer), K, Dv)).values())
     return worst
 
 
 def test_keys_and_values_in_one_weight_of_a_part_of_x():
     """Heads of more than their projection, rows of a head in blocks of another size, columns of x: as MLA has them."""
-    for worst in run_ranks(4, _errors_of_latent):
-        assert len(worst) == 2 * (4 * len(MODES) - 2)
+    for worst in on_pool(4, _errors_of_latent):
+        assert len(worst) == len(LATENT_CASES) >= 4 * len(MODES) - 2
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -379,30 +396,46 @@ def _run_low_rank(
     return results | {f"d{name}": t for name, t in grads.items() if name not in unread}
 
 
-def _errors_of_low_rank() -> dict[tuple, float]:
+LOW_RANK_CASES = pairwise(
+    {
+        "ranks": (2, 3),
+        "names": ("q", "k", "v", "qk", "qv", "kv", "qkv"),
+        "mode": tuple(MODES),
+        "heads": ((8, 4), (8, 2), (6, 3)),
+        "whole": (True, False),
+        "frozen": (True, False),
+        "batch": (1, 2),
+        "fused": (False, True),
+    },
+    lambda case: not case["fused"] or (case["names"] == "qkv" and not case["whole"]),
+)
+"""`whole`: with biases and norms."""
+
+
+def _errors_of_low_rank(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
-    subsets = ["".join(names) for size in (1, 2, 3) for names in itertools.combinations("qkv", size)]
-    for number, (names, (mode_name, mode)) in enumerate(itertools.product(subsets, MODES.items())):
-        H, K = [(8, 4), (8, 2), (6, 3)][number % 3]
-        whole, frozen = number % 2 == 0, number % 4 < 2
-        layer = make_layer(H, K, head_dim=D, seq=24, batch=1 + number % 2, bias=whole, norm=whole, output=True)
-        for fused in [False, True] if names == "qkv" and not whole else [False]:
-            adapters = _low_rank_leaves(layer, names, fused)
-            wanted = _low_rank_reference(layer, adapters)
-            if frozen:
-                wanted = {name: t for name, t in wanted.items() if name[:2] not in ("dw", "db")}
-            got = _run_low_rank(layer, adapters, C, mode, fused=fused, frozen=frozen)
-            assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
-            worst[names, mode_name, fused] = max(relative_errors(got, wanted).values())
+    for case in cases:
+        whole, frozen, fused = case["whole"], case["frozen"], case["fused"]
+        layer = make_layer(*case["heads"], head_dim=D, seq=24, batch=case["batch"], bias=whole, norm=whole, output=True)
+        adapters = _low_rank_leaves(layer, case["names"], fused)
+        wanted = _low_rank_reference(layer, adapters)
+        if frozen:
+            wanted = {name: t for name, t in wanted.items() if name[:2] not in ("dw", "db")}
+        got = _run_low_rank(layer, adapters, C, MODES[case["mode"]], fused=fused, frozen=frozen)
+        assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
+        worst[tuple(case.values())] = max(relative_errors(got, wanted).values())
     return worst
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_low_rank_terms_on_any_projections(ranks):
     """Every mode, weights trained or frozen, beside biases and norms, and of a fused weight."""
-    for worst in run_ranks(ranks, _errors_of_low_rank):
-        assert len(worst) >= 7 * 4 and {fused for *_, fused in worst} == {False, True}
+    cases = [case for case in LOW_RANK_CASES if case["ranks"] == ranks]
+    assert {case["names"] for case in cases} == {"q", "k", "v", "qk", "qv", "kv", "qkv"}
+    assert {case["mode"] for case in LOW_RANK_CASES if case["fused"]} == set(MODES)
+    for worst in on_pool(ranks, _errors_of_low_rank, cases):
+        assert len(worst) == len(cases) and {case["fused"] for case in cases} == {False, True}
         assert {case: error for case, error in worst.items() if error > 1e-10} == {}
 
 
@@ -553,5 +586,5 @@ def _errors_of_split_rows() -> dict[tuple, float]:
 
 
 def test_rows_of_x_split_over_a_second_group():
-    for worst in run_ranks(4, _errors_of_split_rows):
+    for worst in on_pool(4, _errors_of_split_rows):
         assert len(worst) == 4 and max(worst.values()) < 1e-10, worst

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.ranks import run_ranks
+from tests.ranks import on_pool
 from upipe_integrations import Layout
 from upipe_integrations.sharding import (
     check_same_shape,
@@ -56,7 +56,7 @@ def _shards() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def shards():
-    return run_ranks(2, _shards)
+    return on_pool(2, _shards)
 
 
 def test_shards_are_contiguous_with_global_positions_and_whole_labels(shards):
@@ -104,7 +104,7 @@ def _packed() -> dict[str, object]:
 
 def test_documents_come_from_positions_and_no_label_crosses_them():
     """Public fault 13: no token is trained on the next document's first."""
-    first, second = run_ranks(2, _packed)
+    first, second = on_pool(2, _packed)
     assert first["contiguous"] + second["contiguous"] == [[2, 3, -100, 5], [6, 7, 8, -100]]
     assert first["zigzag"] + second["zigzag"] == [[2, 3, 8, -100], [-100, 5, 6, 7]]
     for result in (first, second):
@@ -139,7 +139,7 @@ def test_shares_of_the_loss_add_up_to_the_mean(labels):
     logits = torch.randn(1, 8, 5, generator=torch.Generator().manual_seed(3)).requires_grad_()
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     expected.backward()
-    for total, grad in run_ranks(2, _losses, labels):
+    for total, grad in on_pool(2, _losses, labels):
         assert total == pytest.approx(float(expected.detach()), rel=1e-6)
         torch.testing.assert_close(grad, logits.grad)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models import make_model, shard, worst
-from tests.ranks import run_ranks
+from tests.ranks import on_pool, run_ranks
 from upipe_integrations.planning.measure import LiveMemory
 from upipe_integrations.sharding import count_labels, mean_token_loss, sequence_sums
 from upipe_integrations.tiled_loss import token_log_probs
@@ -190,7 +190,7 @@ def test_two_ranks_are_one_process_in_float64():
             loss = -F.logsigmoid(log_probs[0].sum() - log_probs[1].sum())
         loss.backward()
         wanted[name] = {"loss": loss.detach(), **{n: t.grad for n, t in leaves.items()}}
-    for results in run_ranks(2, _float64_ranks):
+    for results in on_pool(2, _float64_ranks):
         assert results.keys() == wanted.keys()
         for name, found in results.items():
             assert max(worst(found, wanted[name]).values()) < 1e-12, name

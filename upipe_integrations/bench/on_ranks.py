@@ -8,20 +8,15 @@ disturbs all alike. Before anything is timed, outputs and gradients of all are c
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import socket
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.utils.checkpoint import checkpoint
 
 from upipe_integrations.all_to_all import gather_over_group
@@ -38,26 +33,15 @@ from upipe_integrations.bench.job import (
 )
 from upipe_integrations.bench.layers import Layer, Run, random_layer
 from upipe_integrations.kernels import select_kernel
+from upipe_integrations.local_ranks import LocalRanks, TimeLimit
 
 
-def _rank_main(rank: int, port: int, job: Job, results: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which ends its ranks
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks)
-    )
-    torch.set_num_threads(1)
-    if job.device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if job.device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=job.ranks, timeout=timedelta(minutes=10))
-    parent = multiprocessing.parent_process()
+def _results_of_rank_0(job: Job) -> Iterator[Sample | StepPeak | Profile | None]:
+    """What rank 0 yields; as many times None on the others."""
+    rank = dist.get_rank()
     for result in _results(rank, job):
-        if parent is None or not parent.is_alive():  # it was killed: nobody waits for this any more
-            return
-        if rank == 0:
-            results.put(result)
+        yield result if rank == 0 else None
     _meet(_device(rank, job))
-    dist.destroy_process_group()
 
 
 def _device(rank: int, job: Job) -> torch.device:
@@ -173,27 +157,8 @@ def run_job(job: Job, seconds: float | None = None) -> Generator[Sample | StepPe
     Raises:
         RuntimeError: a rank failed (its traceback is in the message), or a contender's result is not the first's.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    # Imports torch once, not in every rank.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    results = context.SimpleQueue()
-    ranks = start_processes(
-        _rank_main, (port, job, results), nprocs=job.ranks, join=False, daemon=True, start_method="forkserver"
-    )
-    assert ranks is not None
-    end = float("inf") if seconds is None else time.monotonic() + seconds
-    try:
-        done = False
-        while not done and time.monotonic() < end:
-            done = ranks.join(timeout=0.05)
-            while not results.empty():
-                yield results.get()
-    except ProcessException as error:
-        raise RuntimeError(str(error).strip()) from None
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
+    backend = "nccl" if job.device == "cuda" else "gloo"
+    with LocalRanks(job.ranks, backend=backend, timeout=timedelta(minutes=10), preload=[__name__]) as started:
+        with suppress(TimeLimit):
+            for by_rank in started.each(_results_of_rank_0, job, in_all=seconds):
+                yield by_rank[0]

@@ -7,19 +7,16 @@ head. The ranks are processes started here, over gloo, or NCCL where there are G
 from __future__ import annotations
 
 import math
-import socket
-import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from upipe_integrations.local_ranks import LocalRanks
 from upipe_integrations.proof.case import TOLERANCE, Case
-from upipe_integrations.proof.sharded import rank_main
+from upipe_integrations.proof.sharded import outcomes
 from upipe_integrations.proof.single_process import single_process
 
 
@@ -69,13 +66,16 @@ def check_all(cases: Sequence[Case], *, seconds: float = 600) -> Iterator[Result
     Raises:
         RuntimeError: a rank failed, or did not finish a case in `seconds`.
     """
-    with closing(_run_ranks(cases, seconds)) as outcomes:
-        for case, by_rank in zip(cases, outcomes, strict=True):
+    ranks = cases[0].ranks
+    with LocalRanks(
+        ranks,
+        backend="nccl" if cases[0].device == "cuda" else "gloo",
+        threads=max(1, (os.cpu_count() or 1) // ranks),
+        preload=[__name__],
+    ) as started:
+        for case, by_rank in zip(cases, started.each(outcomes, cases, seconds=seconds), strict=True):
             refused = [outcome for outcome in by_rank if isinstance(outcome, str)]
-            if refused:
-                yield Result(refusal=refused[0])
-            else:
-                yield Result(tuple(_findings(case, [o for o in by_rank if not isinstance(o, str)])))
+            yield Result(refusal=refused[0]) if refused else Result(tuple(_findings(case, by_rank)))
 
 
 def _findings(case: Case, by_rank: list[dict[str, Tensor]]) -> Iterator[Finding]:
@@ -84,52 +84,3 @@ def _findings(case: Case, by_rank: list[dict[str, Tensor]]) -> Iterator[Finding]
         got = case.layout.collect(parts, 1) if name in ("out", "dx") else torch.stack(parts).sum(0)
         error = float((got - right).abs().max() / right.abs().max())
         yield Finding(name, error, TOLERANCE[case.dtype])
-
-
-def _run_ranks(cases: Sequence[Case], seconds: float) -> Generator[list[dict[str, Tensor] | str]]:
-    """Every case's results by rank, or why they refuse it: all alike, and before any exchange."""
-    ranks = cases[0].ranks
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = mp.get_context("forkserver")  # imports torch once, not in every rank
-    context.set_forkserver_preload([__name__])
-    pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main, args=(rank, port, cases, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    finished = False
-    try:
-        for _ in cases:
-            results = dict(_collect(pipes, seconds))
-            yield [results[rank] for rank in range(ranks)]
-        finished = True
-    finally:
-        for process in processes:
-            process.join(timeout=5 if finished else 0)
-            process.kill()
-
-
-def _collect(pipes: list[Connection], seconds: float) -> Iterator[tuple[int, dict[str, Tensor] | str]]:
-    """Every rank's results of one case, or its refusal."""
-    end = time.monotonic() + seconds
-    waiting = dict(enumerate(pipes))
-    while waiting:
-        ready = wait(list(waiting.values()), timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            raise RuntimeError(f"ranks {sorted(waiting)} did not finish in {seconds:.0f} s.")
-        for rank in [r for r, pipe in waiting.items() if pipe in ready]:
-            try:
-                failure, outcome = waiting.pop(rank).recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died without a result.") from None
-            if failure is not None:
-                raise RuntimeError(f"rank {rank} failed:\n{failure}")
-            if isinstance(outcome, str):
-                yield rank, outcome
-            else:
-                yield rank, {name: torch.from_numpy(array) for name, array in outcome.items()}

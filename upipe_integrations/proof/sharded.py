@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import traceback
-from collections.abc import Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,28 +19,15 @@ from upipe_integrations.projections.rotary import RotateHalf
 from upipe_integrations.proof.case import Case, angles, layer_tensors
 
 
-def rank_main(rank: int, port: int, cases: Sequence[Case], pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's, which ends its ranks
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks, on_gpu = cases[0].ranks, cases[0].device == "cuda"
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    try:
-        if on_gpu:
-            torch.cuda.set_device(rank)
-        backend = "nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
-        for case in cases:
-            try:
-                results = sharded(case, rank)
-            except ValueError as refusal:
-                pipe.send((None, str(refusal)))
-                continue
-            # As arrays: a process that ends must not leave shared memory behind.
-            pipe.send((None, {name: t.double().cpu().numpy() for name, t in results.items()}))
-    except Exception:
-        pipe.send((traceback.format_exc(), None))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def outcomes(cases: Sequence[Case]) -> Iterator[dict[str, Tensor] | str]:
+    """This rank's tensors of every case, in float64, or why the engine refuses it, which all ranks do alike."""
+    for case in cases:
+        try:
+            results = sharded(case, dist.get_rank())
+        except ValueError as refusal:
+            yield str(refusal)
+        else:
+            yield {name: t.double().cpu() for name, t in results.items()}
 
 
 def sharded(case: Case, rank: int) -> dict[str, Tensor]:

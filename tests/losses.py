@@ -1,4 +1,4 @@
-"""The tiled loss of a model in one process."""
+"""Losses of one process, with and without whole logits, and their gradients."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def tiled(model: torch.nn.Module, batch: dict[str, torch.Tensor], reduction: str
     loss = -target_log_probs(Engine(model), given, batch["labels"], tile_rows=5).sum()
     if reduction == "mean":
         loss = loss / (batch["labels"] != -100).sum()
+    return {"loss": loss.detach(), **gradients(model, loss)}
+
+
+def whole(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The sum of token losses from the model's own logits, and every gradient."""
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    targets = torch.log_softmax(logits.double(), -1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    loss = -(targets * (batch["labels"] != -100)).sum()
     return {"loss": loss.detach(), **gradients(model, loss)}
 
 
