@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,14 +24,20 @@ SMALL = ("--head-dim", "16", "--hidden-size", "64")
 
 def _run(script: str, *arguments: str) -> Ran:
     """A script that starts no ranks, in a process of its own that torch is imported in already."""
-    result = run_in_process(run_script, ROOT / "benchmarks" / script, *arguments)
+    result = run_in_process(_without_gpus, ROOT / "benchmarks" / script, *arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
+def _without_gpus(script: Path, *arguments: str) -> Ran:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return run_script(script, *arguments)
+
+
 def _run_on_ranks(*arguments: str) -> Ran:
-    """``speed.py``, which starts them from here."""
-    return run_script(ROOT / "benchmarks" / "speed.py", *arguments)
+    """``speed.py``, which starts ranks from here, on CPUs."""
+    with mock.patch("torch.cuda.device_count", return_value=0):
+        return run_script(ROOT / "benchmarks" / "speed.py", *arguments)
 
 
 def test_memory_writes_an_object_a_line_that_its_closed_form_agrees_with():
@@ -120,8 +128,8 @@ def test_speed_profiles_operators():
 
 
 def test_speed_reports_a_size_that_does_not_fit():
-    result = _run_on_ranks("--chunk-heads", "3")
-    assert result.returncode != 0 and "multiple of the 2 ranks" in result.stderr
+    with pytest.raises(ValueError, match="multiple of the 2 ranks"):
+        _run_on_ranks("--chunk-heads", "3")
 
 
 def test_the_gpu_script_is_valid_and_says_how_it_is_used():
