@@ -78,9 +78,24 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"wrapt", "upipe_aut
 """
 
 
-def test_import_torch_loads_the_hook_and_nothing_else(installed):
-    assert _python(NEW_MODULES, installed).strip() == "['upipe_autoload', 'wrapt']"
-    assert _python(NEW_MODULES, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0").strip() == "[]"
+OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+@pytest.fixture(scope="module")
+def told(installed) -> dict[str, list[str]]:
+    """With the hook and without it, by one interpreter each: the modules that `import torch` loads, and `upipe info`.
+
+    Without it no host is tried.
+    """
+    info = "\nfrom upipe_integrations.commands import main\nmain.main(['info'{word}])"
+    on = _python(NEW_MODULES + info.format(word=""), installed)
+    off = _python(NEW_MODULES + info.format(word=", '--no-probe'"), installed, **OFF)
+    return {"on": on.splitlines(), "off": off.splitlines()}
+
+
+def test_import_torch_loads_the_hook_and_nothing_else(told):
+    assert told["on"][0] == "['upipe_autoload', 'wrapt']"
+    assert told["off"][0] == "[]"
 
 
 def test_import_torch_survives_without_wrapt(installed):
@@ -97,22 +112,18 @@ print(torch.ones(2).sum())
         assert f"{plugin} is not turned on by configuration alone (ModuleNotFoundError: " in printed
 
 
-def test_info_says_what_is_on(installed):
-    def lines(*words: str, **environment: str) -> list[str]:
-        printed = _run(
-            [sys.executable, "-m", "upipe_integrations.commands.main", "info", *words], installed, **environment
-        )
-        lines = printed.splitlines()
+def test_info_says_what_is_on(told):
+    def about_autoload(lines: list[str]) -> list[str]:
         first = next(number for number, line in enumerate(lines) if line.startswith("autoload"))
         return [" ".join(line.split()) for line in lines[first : first + 3]]
 
-    state, *hosts = lines()
+    state, *hosts = about_autoload(told["on"])
     assert state == "autoload on for deepspeed, megatron: configuration is enough"
     for host, line in zip(("deepspeed", "megatron"), hosts, strict=True):
         there = importlib.util.find_spec(host) is not None
         said = "is patched in a process that imports it" if there else "is not installed"
         assert line == f"{host} entry point upipe_{host}, loaded by `import torch`; {host} {said}"
-    off, deepspeed, _ = lines("--no-probe", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    off, deepspeed, _ = about_autoload(told["off"])
     assert "off for deepspeed, megatron: TORCH_DEVICE_BACKEND_AUTOLOAD is set" in off
     assert "upipe_deepspeed, not loaded by `import torch`; deepspeed" in deepspeed
 
@@ -160,22 +171,20 @@ def _launched(launcher: str, script: list[str], installed: Path, **environment: 
     return [line.split(None, 3)[3] for line in results]
 
 
-@pytest.mark.parametrize("first", ["torch", "deepspeed", "transformers"])
-def test_the_key_is_enough_in_every_import_order(first, installed):
-    pytest.importorskip("deepspeed")
-    assert _launched("python", [str(_script(installed, first))], installed) == [ON]
-
-
 def test_the_variable_of_pytorch_turns_it_off(installed):
     pytest.importorskip("deepspeed")
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert _launched("python", [str(_script(installed))], installed, **off) == ["None"]
+    assert _launched("python", [str(_script(installed))], installed, **OFF) == ["None"]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
-def test_the_key_is_enough_under_every_launcher(launcher, installed):
+@pytest.mark.parametrize(
+    ("launcher", "first"),
+    [("python", "torch"), ("torchrun", "deepspeed"), ("accelerate", "transformers"), ("deepspeed", "torch")],
+)
+def test_the_key_is_enough_under_every_launcher_and_in_every_import_order(launcher, first, installed):
+    """A launcher starts each rank as an interpreter of its own, so `first` is what that one imports first."""
     pytest.importorskip("deepspeed")
-    assert _launched(launcher, [str(_script(installed))], installed) == [ON, ON]
+    ranks, _ = LAUNCHERS[launcher]
+    assert _launched(launcher, [str(_script(installed, first))], installed) == [ON] * ranks
 
 
 def test_the_key_is_enough_for_a_module_under_deepspeeds_launcher(installed):

@@ -37,12 +37,15 @@ def _started(*words: str) -> subprocess.Popen:
     )
 
 
-def test_it_compares_times_and_writes(tmp_path):
+def test_it_compares_times_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     words = ["--tokens", "32", "64", "--chunk-heads", "2", "4,8", "--modes", "fused", MEMORY[0], "--warmup", "0"]
-    process = _started(*words, "--repeats", "2", "--checkpoint", "both", "--json", str(figures), "--plot", str(picture))
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
+    words += ["--repeats", "2", "--checkpoint", "both", "--json", str(figures), "--plot", str(picture)]
+    status = cli.main(["bench", *SMALL, *words])
+    out, err = capsys.readouterr()
+    assert status == 0, err
     assert err == "" and all(character.isprintable() for line in out.splitlines() for character in line)
     written = json.loads(figures.read_text())
     contenders = ["ulysses", *(f"upipe U={U} {mode}" for U in (2, 4, 8) for mode in ("fused", MEMORY[0]))]

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.ranks import run_in_process
+from tests.scripts import Ran, run_script
 from upipe_integrations import Mode, Schedule
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
@@ -20,12 +22,22 @@ LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 SMALL = ("--head-dim", "16", "--hidden-size", "64")
 
 
-def _run(script: str, *arguments: str, ok: bool = True) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert not ok or result.returncode == 0, result.stdout + result.stderr
+def _run(script: str, *arguments: str) -> Ran:
+    """A script that starts no ranks, in a process of its own that torch is imported in already."""
+    result = run_in_process(_without_gpus, ROOT / "benchmarks" / script, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def _without_gpus(script: Path, *arguments: str) -> Ran:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return run_script(script, *arguments)
+
+
+def _run_on_ranks(*arguments: str) -> Ran:
+    """``speed.py``, which starts ranks from here, on CPUs."""
+    with mock.patch("torch.cuda.device_count", return_value=0):
+        return run_script(ROOT / "benchmarks" / "speed.py", *arguments)
 
 
 def test_memory_writes_an_object_a_line_that_its_closed_form_agrees_with():
@@ -87,7 +99,8 @@ def test_speed_compares_every_contender_and_writes_its_files(tmp_path):
     layer = ("--heads", "8", "--kv-heads", "2", *SMALL, "--tokens", "32", "64", "--chunk-heads", "2", "4")
     files = ("--json", str(figures), "--plot", str(picture))
     modes = ("--modes", *MEMORY, "--query-blocks", "2")
-    result = _run("speed.py", *layer, *modes, "--repeats", "2", *files)
+    result = _run_on_ranks(*layer, *modes, "--repeats", "2", *files)
+    assert result.returncode == 0, result.stderr
     written = json.loads(figures.read_text())
     rows = written["rows"]
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
@@ -107,15 +120,16 @@ def test_speed_compares_every_contender_and_writes_its_files(tmp_path):
 
 def test_speed_profiles_operators():
     layer = ("--heads", "4", "--kv-heads", "2", *SMALL, "--tokens", "32", "--chunk-heads", "2", "--modes", "keep")
-    result = _run("speed.py", *layer, "--profile", "--no-deepspeed")
+    result = _run_on_ranks(*layer, "--profile", "--no-deepspeed")
+    assert result.returncode == 0, result.stderr
     assert re.search(
         r"operator +ulysses +upipe U=2 keep\n(.+ \d\.\d+ \( *\d+\) +\d\.\d+ \( *\d+\)\n){16}all ", result.stdout
     )
 
 
 def test_speed_reports_a_size_that_does_not_fit():
-    result = _run("speed.py", "--chunk-heads", "3", ok=False)
-    assert result.returncode != 0 and "multiple of the 2 ranks" in result.stderr
+    with pytest.raises(ValueError, match="multiple of the 2 ranks"):
+        _run_on_ranks("--chunk-heads", "3")
 
 
 def test_the_gpu_script_is_valid_and_says_how_it_is_used():

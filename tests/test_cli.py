@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -19,14 +16,14 @@ from upipe_integrations.proof.check import Finding
 BASE = ["--heads", "6", "--kv-heads", "3", "--head-dim", "16", "--seq-len", "64", "--ranks", "4", "--chunk-heads", "4"]
 
 
-def test_the_documented_example_agrees():
-    command = [sys.executable, "-m", "upipe_integrations.commands.main", "check", *BASE]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "6 query and 3 KV heads of 16, 1 x 64 tokens, 4 ranks, 2 stages of 4 heads" in result.stdout
-    rows = [line.split()[0] for line in result.stdout.splitlines() if line.endswith(" ok")]
+def test_the_documented_example_agrees(capsys):
+    status = cli.main(["check", *BASE])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "6 query and 3 KV heads of 16, 1 x 64 tokens, 4 ranks, 2 stages of 4 heads" in printed.out
+    rows = [line.split()[0] for line in printed.out.splitlines() if line.endswith(" ok")]
     assert rows == ["out", "dx", "dwq", "dwk", "dwv", "dwo"]
-    assert "ok: the output and 5 gradients agree with one process" in result.stdout
+    assert "ok: the output and 5 gradients agree with one process" in printed.out
 
 
 @pytest.mark.parametrize(
@@ -143,21 +140,12 @@ def test_help_says_what_it_does(capsys):
 
 
 def test_info_names_versions_kernels_and_hosts(capsys):
-    assert cli.main(["info"]) == 0
+    assert cli.main(["info", "--no-probe"]) == 0  # tests/test_autoload.py has the hosts tried
     text = capsys.readouterr().out
     assert torch.__version__ in text
     for name in (*kernels.KERNELS, "deepspeed", "megatron-core"):
         assert name in text
     assert "auto takes torch-cpu-flash" in text
-
-
-def test_help_and_settings_need_no_torch():
-    code = (
-        "import sys; from upipe_integrations.commands import main; main._parser().format_help(); "
-        "print('torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.strip() == "False", result.stderr
 
 
 def test_kernel_names_are_those_of_the_kernels():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -125,14 +124,15 @@ def test_ctrl_c_and_a_reader_that_left(monkeypatch, capsys):
     assert result.stderr == "" and result.returncode in (0, 1)
 
 
-def test_info_in_a_pipe_says_what_is_on():
-    environment = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1"}
-    command = [sys.executable, "-m", "upipe_integrations.commands.main", "info", "--no-probe"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert result.returncode == 0 and result.stderr == ""
-    assert all(character.isprintable() for line in result.stdout.splitlines() for character in line)
+def test_info_in_a_pipe_says_what_is_on(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(["info", "--no-probe"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert all(character.isprintable() for line in printed.out.splitlines() for character in line)
     for row in ("upipe-integrations ", "torch ", "wrapt ", "autoload ", "kernels for cpu"):
-        assert f"\n{row}" in f"\n{result.stdout}"
+        assert f"\n{row}" in f"\n{printed.out}"
 
 
 class _Point:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.deepspeed import results
+from examples.deepspeed import demo, results
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[1]
@@ -23,19 +23,21 @@ def _demo(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_small_demo_agrees_and_leaves_its_files(tmp_path):
-    result = _demo("--steps", "4", "--seq-len", "512", "--output-dir", str(tmp_path))
+    result = _demo("--steps", "2", "--seq-len", "256", "--output-dir", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     assert "2 attention layers replaced (LlamaAttention)" in result.stdout
     figures = json.loads((tmp_path / "demo.json").read_text())
-    assert [len(run["losses"]) for run in figures["runs"]] == [4, 4, 4]
+    assert [len(run["losses"]) for run in figures["runs"]] == [2, 2, 2]
     assert [run["ranks"] for run in figures["runs"]] == [1, 2, 2]
 
 
-def test_bad_arguments_are_refused_before_anything_starts(tmp_path):
-    result = _demo("--seq-len", "513", "--output-dir", str(tmp_path / "out"))
-    assert result.returncode == 2
-    assert "513" in result.stderr
+def test_bad_arguments_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo", "--seq-len", "513", "--output-dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        demo.main()
+    assert stop.value.code == 2
+    assert "513" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

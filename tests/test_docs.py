@@ -23,6 +23,7 @@ import torch
 
 from tests.engine import relative_errors, run_sharded, spec_of
 from tests.reference import make_layer, reference
+from tests.scripts import run_script
 from upipe_integrations import Dropout, KernelRequest, Mode, Schedule
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.mode import MEMORY
@@ -281,8 +282,7 @@ def _texts(figure: Path) -> list[str]:
 
 def test_the_figures_are_what_the_script_draws(tmp_path):
     folder = ROOT / "docs" / "figures" if os.environ.get("UPIPE_WRITE_DOCS") else tmp_path
-    command = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120)
+    assert run_script(ROOT / "benchmarks" / "figures.py", str(folder)).returncode == 0
     for name in ("stages.svg", "memory.svg"):
         committed = ROOT / "docs" / "figures" / name
         bars = [file.read_text().count("<path d=") for file in (folder / name, committed)]

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 BLOCKED_IMPORT = """
@@ -32,10 +30,9 @@ def test_the_core_works_with_every_host_blocked():
     subprocess.run([sys.executable, "-c", BLOCKED_IMPORT], check=True, cwd=ROOT, timeout=120)
 
 
-@pytest.mark.parametrize("plugin", ["deepspeed_plugin", "megatron_patch"])
-def test_importing_a_plugin_imports_no_host(plugin):
+def test_importing_the_plugins_imports_no_host():
     code = (
-        f"import sys, {plugin}; "
+        "import sys, deepspeed_plugin, megatron_patch; "
         "print([m for m in ('deepspeed', 'megatron', 'transformers', 'accelerate') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)

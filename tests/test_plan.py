@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from upipe_integrations.planning.setup import Setup
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 M = 1 << 20
+_ON_THE_PAGE = r"```console\n\$ (upipe plan .*)\n(?:.*\n)*?```"
 PAPER = {"offload": ("activations",), "tiled_mlp": True, "tiled_loss": True}
 
 
@@ -188,25 +191,55 @@ def test_the_mlp_is_6_of_its_width_and_4_of_the_layers():
     assert run_in_process(_mlp_peak) == pytest.approx(6 * 3.5 + 4, rel=0.02)
 
 
-def _traced() -> list[tuple[str, float]]:
+# Model, ranks, chunk_heads and length. Every shape at one million tokens; a shorter length once for each model, as
+# the forms are in units of the length. Tracing blocks takes seconds a row, so its shapes differ in kind: those left out
+# have the stages of another row (Llama3-8B in stages of 8 those of Llama3.2-1B, Qwen3-32B in stages of 16 too).
+_ALL_STAGES = ("keep_heads", "keep", "recompute", "fused")
+_SHAPES = (
+    ("llama3-8b", 8, (8, 16, 32), M, _ALL_STAGES),
+    ("llama3-8b", 8, (8,), M // 8, _ALL_STAGES),
+    ("llama3-8b", 8, (16, 32), M, ("blocks",)),
+    ("qwen3-32b", 16, (16, 32), M, _ALL_STAGES),
+    ("qwen3-32b", 16, (16,), M // 8, _ALL_STAGES),
+    ("qwen3-32b", 16, (32,), M, ("blocks",)),
+    ("qwen2.5-7b", 8, (8, 16, 24), M, (*_ALL_STAGES, "blocks")),  # 28 heads: uneven groups, a last stage filled up
+    ("qwen2.5-7b", 8, (16,), M // 4, _ALL_STAGES),
+    ("llama3.2-1b", 8, (8,), M, (*_ALL_STAGES, "blocks")),
+)
+_PRINTED = ["plan", "llama3-8b", "--chunk-heads", "8", "--memory", "fused", "--trace"]
+
+
+def _outputs(commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Exit status and output of each command line of ``upipe``."""
     found = []
-    for name, ranks, heads, lengths in (
-        ("llama3-8b", 8, (8, 16, 32), (M // 8, M)),
-        ("qwen3-32b", 16, (16, 32), (M // 8, M)),
-        ("qwen2.5-7b", 8, (8, 16, 24), (M // 4, M)),  # 28 heads: uneven groups, a last stage that is filled up
-        ("llama3.2-1b", 8, (8,), (M,)),
-    ):
-        for tokens in lengths:
-            modes = ("keep_heads", "keep", "recompute", "fused", *(["blocks"] if tokens == M else []))
-            plan = Plan(PRESETS[name], Setup(ranks, 80), chunk_heads=heads, memory=modes)
-            found += [(f"{name} {t.method} {tokens}", t.difference) for t in plan.trace([tokens])]
+    for words in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            status = cli.main(words)
+        found.append((status, printed.getvalue()))
     return found
 
 
-def test_closed_forms_are_what_the_engine_takes():
-    traced = run_in_process(_traced, seconds=400)
-    assert len(traced) == (3 * 2 + 2 * 2 + 3 * 2 + 1) * 4 + 3 + 2 + 3 + 1
-    for name, difference in traced:
+def _traces(commands: list[list[str]]) -> tuple[list[tuple[str, float]], list[tuple[int, str]]]:
+    differences = []
+    for name, ranks, heads, tokens, modes in _SHAPES:
+        plan = Plan(PRESETS[name], Setup(ranks, 80), chunk_heads=heads, memory=modes)
+        differences += [(f"{name} {t.method} {tokens}", t.difference) for t in plan.trace([tokens])]
+    return differences, _outputs(commands)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Everything that is traced here, in one process: the differences by name, and outputs by command line."""
+    pages = [shlex.split(command)[1:] for command in re.findall(_ON_THE_PAGE, PAGE.read_text())]
+    commands = [_PRINTED, [*_PRINTED, "--json"], *pages]
+    differences, outputs = run_in_process(_traces, commands, seconds=400)
+    return differences, dict(zip(map(tuple, commands), outputs, strict=True))
+
+
+def test_closed_forms_are_what_the_engine_takes(traced):
+    differences, _ = traced
+    assert len(differences) == (3 + 2 + 3 + 1 + 3) * 4 + 2 + 1 + 3 + 1
+    for name, difference in differences:
         assert abs(difference) < 0.02, (name, difference)
 
 
@@ -241,21 +274,18 @@ def test_longest_is_the_last_that_fits():
     assert Plan(PRESETS["llama3-70b"], Setup(8, 24)).longest(Method("ulysses")) == 0
 
 
-def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "upipe_integrations.commands.main", "plan", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})})
-
-
-def test_a_plan_imports_no_torch():
+def test_a_plan_in_a_pipe_imports_no_torch_and_prints_no_control_characters():
+    """Nor do the settings and the help of every subcommand import it."""
     code = (
-        "import sys; from upipe_integrations.commands import main as cli; cli.main(['plan', 'llama3-8b']); "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'rich')))"
+        "import sys; from upipe_integrations.commands import main as cli; parser = cli._parser()\n"
+        "for action in parser._actions:\n"
+        "    for command in (action.choices or {}).values(): command.format_help()\n"
+        "parser.format_help(); status = cli.main(['plan', 'llama3-8b', '--seq-len', '128K,5M'])\n"
+        "sys.exit(status or any(name in sys.modules for name in ('torch', 'matplotlib', 'rich')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
-
-
-def test_piped_output_has_no_control_characters():
-    result = _run("llama3-8b", "--seq-len", "128K,5M", env={"TERM": "xterm-256color", "FORCE_COLOR": "1"})
+    environment = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0 and result.stderr == ""
     assert all(character.isprintable() for line in result.stdout.splitlines() for character in line)
     assert "at 5M tokens (5242880)" in result.stdout
@@ -299,11 +329,13 @@ def test_json_has_what_the_table_has(capsys):
     assert line.endswith(f" {longest['tokens'] // 1024}K")
 
 
-def test_trace_is_printed_and_in_the_json():
-    words = ("llama3-8b", "--chunk-heads", "8", "--memory", "fused", "--trace")
-    assert re.search(r"^UPipe fused, U=8 +1M +5\.078 +5\.09\d +-0\.\d%$", _run(*words).stdout, re.MULTILINE)
-    (traced,) = json.loads(_run(*words, "--json").stdout)["traced"]
-    assert traced["closed_form_gib"] == pytest.approx(traced["measured_gib"], rel=0.02)
+def test_trace_is_printed_and_in_the_json(traced):
+    _, outputs = traced
+    _, printed = outputs[tuple(_PRINTED)]
+    assert re.search(r"^UPipe fused, U=8 +1M +5\.078 +5\.09\d +-0\.\d%$", printed, re.MULTILINE)
+    _, as_json = outputs[(*_PRINTED, "--json")]
+    (row,) = json.loads(as_json)["traced"]
+    assert row["closed_form_gib"] == pytest.approx(row["measured_gib"], rel=0.02)
 
 
 def _settings_of_blocks(ds_config: dict, arguments: list[str]) -> tuple[int, str]:
@@ -527,16 +559,15 @@ def test_wrong_words_are_one_line_and_exit_2(words, capsys):
 # ---------------------------------------------------------------- docs/plan.md
 
 
-def _with_output(match: re.Match) -> str:
-    command = match[1]
-    result = _run(*shlex.split(command)[2:])
-    assert result.returncode == 0, result.stderr
-    return f"```console\n$ {command}\n{result.stdout}```"
+def test_the_page_shows_what_the_commands_print(traced):
+    _, outputs = traced
 
+    def with_output(match: re.Match) -> str:
+        status, printed = outputs[tuple(shlex.split(match[1])[1:])]
+        assert status == 0, match[1]
+        return f"```console\n$ {match[1]}\n{printed}```"
 
-def test_the_page_shows_what_the_commands_print():
-    page = PAGE.read_text()
-    written = re.sub(r"```console\n\$ (upipe plan .*)\n(?:.*\n)*?```", _with_output, page)
+    written = re.sub(_ON_THE_PAGE, with_output, PAGE.read_text())
     assert written.count("$ upipe plan") == 7
     if os.environ.get("UPIPE_WRITE_DOCS"):
         PAGE.write_text(written)

@@ -11,19 +11,25 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upipe_integrations.commands.parsing import DTYPES, numbers, tokens, words
-from upipe_integrations.config import KERNEL_NAMES, UPipeConfig
-from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.commands.parsing import (
+    INTERRUPTED,
+    add_dtype,
+    add_kernel,
+    add_model,
+    add_number,
+    add_stage_settings,
+    numbers,
+    tokens,
+    words,
+)
+from upipe_integrations.config import UPipeConfig
+from upipe_integrations.mode import MEMORY
 from upipe_integrations.planning.closed_forms import LayerShape
 from upipe_integrations.planning.models import PRESETS, find_config
 
 if TYPE_CHECKING:
     from upipe_integrations.bench.job import Job
     from upipe_integrations.bench.results import Measured
-
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 _LAYER = LayerShape(heads=32, kv_heads=8, head_dim=64, hidden_size=2048)
@@ -48,34 +54,27 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "Attention is causal: a MODEL's windows, caps and sinks are left out. example: upipe bench llama3-8b --ranks 2 "
         f"--chunk-heads 2 8 --tokens 4K 8K --plot bench.png. Presets: {', '.join(PRESETS)}.",
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a preset, a config.json or its folder, or a downloaded model"
-    )
+    add_model(parser, required=False)
     layer = parser.add_argument_group("layer, where no MODEL is named")
     for option, field in (("--heads", "heads"), ("--kv-heads", "kv_heads"), ("--head-dim", "head_dim")):
-        layer.add_argument(option, type=int, metavar="N", help=f"default: {getattr(_LAYER, field)}")
-    layer.add_argument("--hidden", type=int, metavar="N", help=f"hidden size (default: {_LAYER.hidden_size})")
+        add_number(layer, option, f"default: {getattr(_LAYER, field)}")
+    add_number(layer, "--hidden", f"hidden size (default: {_LAYER.hidden_size})")
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start (default: %(default)s)")
+    add_number(what, "--ranks", "ranks to start (default: %(default)s)", default=2)
     what.add_argument("--tokens", nargs="+", default=["1K", "4K"], metavar="N", help="lengths (default: 1K 4K)")
     what.add_argument("--chunk-heads", nargs="+", metavar="N", help="query heads per stage (default: as --ranks)")
     what.add_argument("--modes", nargs="+", metavar="MODE", help=f"of {', '.join(MEMORY)} (default: all)")
-    what.add_argument("--query-blocks", type=int, default=4, metavar="N", help="of mode blocks (default: %(default)s)")
-    what.add_argument("--accumulate", choices=ACCUMULATE, default="auto", help="sums (default: %(default)s)")
-    what.add_argument("--overlap", action="store_true", help="send the next stage's heads during attention")
+    add_stage_settings(what, "of mode blocks (default: %(default)s)", query_blocks=4, accumulate="auto")
     what.add_argument(
         "--checkpoint",
         choices=_CHECKPOINT,
         default="no",
         help="train with the layer checkpointed, UPipe's result kept (default: %(default)s)",
     )
-    kernels = ("auto", *KERNEL_NAMES)
-    what.add_argument(
-        "--kernel", choices=kernels, default="auto", metavar="NAME", help=f"auto (default) or {', '.join(KERNEL_NAMES)}"
-    )
-    what.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs, float32 elsewhere")
-    what.add_argument("--repeats", type=int, default=3, metavar="N", help="that count (default: %(default)s)")
-    what.add_argument("--warmup", type=int, default=1, metavar="N", help="before them (default: %(default)s)")
+    add_kernel(what, default="auto")
+    add_dtype(what, "default: bfloat16 on GPUs, float32 elsewhere")
+    add_number(what, "--repeats", "that count (default: %(default)s)", default=3)
+    add_number(what, "--warmup", "before them (default: %(default)s)", default=1)
     what.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop then, with what there is")
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="conditions, medians, ratios and samples; - is standard output")

@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from upipe_integrations.commands.parsing import DTYPES, tokens, words
-from upipe_integrations.config import KERNEL_NAMES, UPipeConfig
-from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.commands.parsing import (
+    add_dtype,
+    add_kernel,
+    add_model,
+    add_number,
+    add_stage_settings,
+    tokens,
+    words,
+)
+from upipe_integrations.config import UPipeConfig
+from upipe_integrations.mode import MEMORY
 from upipe_integrations.planning.models import PRESETS, Attention, ModelConfig, find_config
 
 if TYPE_CHECKING:
@@ -53,45 +61,37 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "--head-dim 16 --seq-len 64 --ranks 4 --chunk-heads 4; upipe check --heads 6 --kv-heads 3 --window 9 "
         f"--memory fused. Presets: {', '.join(PRESETS)}.",
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a preset, a config.json or its folder, or a downloaded model"
-    )
+    add_model(parser, required=False)
     parser.add_argument("--ds-config", metavar="FILE", help="a ds_config, for the settings of its upipe block")
     layer = parser.add_argument_group("layer (a MODEL has its own)")
-    layer.add_argument("--heads", type=int, metavar="N", help="query heads over all ranks")
-    layer.add_argument("--kv-heads", type=int, metavar="N", help="KV heads over all ranks (default: as --heads)")
-    layer.add_argument("--head-dim", type=int, metavar="N", help="size of a head (default: 64)")
-    layer.add_argument("--value-dim", type=int, metavar="N", help="size of a value head (default: as --head-dim)")
+    add_number(layer, "--heads", "query heads over all ranks")
+    add_number(layer, "--kv-heads", "KV heads over all ranks (default: as --heads)")
+    add_number(layer, "--head-dim", "size of a head (default: 64)")
+    add_number(layer, "--value-dim", "size of a value head (default: as --head-dim)")
     layer.add_argument("--bias", action="store_true", help="q, k, v biases")
     layer.add_argument("--norm", action="store_true", help="a norm per query and key head")
-    layer.add_argument("--window", type=int, metavar="N", help="sliding window: a token sees itself and N-1 before it")
+    add_number(layer, "--window", "sliding window: a token sees itself and N-1 before it")
     layer.add_argument("--softcap", type=float, metavar="X", help="scores are capped at X by tanh")
     layer.add_argument("--scale", type=float, metavar="X", help="factor on scores (default: head_dim ** -0.5)")
     layer.add_argument("--sinks", action="store_true", help="one sink logit per query head")
     layer.add_argument("--full", action="store_true", help="full instead of causal attention")
     tensors = parser.add_argument_group("input")
     tensors.add_argument("--seq-len", metavar="N", help=f"tokens (default: 256; of a MODEL {_ROWS} per rank)")
-    tensors.add_argument("--hidden", type=int, metavar="N", help=f"hidden size (default: of a MODEL {_HIDDEN})")
-    tensors.add_argument("--batch", type=int, default=1, metavar="N", help="batch rows (default: %(default)s)")
+    add_number(tensors, "--hidden", f"hidden size (default: of a MODEL {_HIDDEN})")
+    add_number(tensors, "--batch", "batch rows (default: %(default)s)", default=1)
     tensors.add_argument("--packed", metavar="A,B,...", help="lengths of packed documents, or one number of equal ones")
-    tensors.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the random tensors (default: %(default)s)"
-    )
+    add_number(tensors, "--seed", "of the random tensors (default: %(default)s)", default=0)
     how = parser.add_argument_group("how it runs (words here go before those of --ds-config)")
-    how.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: the ds_config's, else 2)")
-    how.add_argument("--chunk-heads", type=int, metavar="N", help="query heads per stage (default: as --ranks)")
-    how.add_argument(
-        "--kernel", choices=("auto", *KERNEL_NAMES), metavar="NAME", help=f"auto (default) or {', '.join(KERNEL_NAMES)}"
-    )
+    add_number(how, "--ranks", "ranks to start (default: the ds_config's, else 2)")
+    add_number(how, "--chunk-heads", "query heads per stage (default: as --ranks)")
+    add_kernel(how)
     how.add_argument(
         "--memory", metavar="A,B", help=f"what is kept: {', '.join(MEMORY)} (default: keep; of a MODEL all)"
     )
-    how.add_argument("--query-blocks", type=int, metavar="N", help="of memory blocks (default: 4)")
-    how.add_argument("--accumulate", choices=ACCUMULATE, help="sums (default: auto)")
-    how.add_argument("--overlap", action="store_true", help="send the next stage's heads during attention")
+    add_stage_settings(how, "of memory blocks (default: 4)")
     how.add_argument("--partial", action="store_true", help="the form for heads that are projected already")
     how.add_argument("--layout", choices=_LAYOUTS, default="contiguous", help="rows of a rank (default: %(default)s)")
-    how.add_argument("--dtype", choices=DTYPES, help="default: float64 on CPUs, bfloat16 on GPUs")
+    add_dtype(how, "default: float64 on CPUs, bfloat16 on GPUs")
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where every rank finds a GPU")
     parser.set_defaults(run=_run)
 

@@ -1,15 +1,64 @@
-"""Words of the ``upipe`` command that several of its subcommands take: lengths and lists."""
+"""What several subcommands of ``upipe`` take alike: options that they share, and words that are lengths or lists."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from fractions import Fraction
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Names of torch's."""
+from upipe_integrations.config import KERNEL_NAMES
+from upipe_integrations.mode import ACCUMULATE
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch's names
+_MOST = 1 << 40  # tokens
 
 
-_MOST = 1 << 40
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The MODEL that a subcommand is about, ``find_config``'s argument."""
+    parser.add_argument(
+        "model",
+        nargs=None if required else "?",
+        metavar="MODEL",
+        help="a preset, a config.json or its folder, or a downloaded model",
+    )
+
+
+def add_number(group: argparse._ArgumentGroup, option: str, help: str, *, default: int | None = None) -> None:
+    """An option that takes an integer."""
+    group.add_argument(option, type=int, metavar="N", default=default, help=help)
+
+
+def add_kernel(group: argparse._ArgumentGroup, *, default: str | None = None) -> None:
+    """``--kernel``; with no default the subcommand can tell that it was not given."""
+    group.add_argument(
+        "--kernel",
+        choices=("auto", *KERNEL_NAMES),
+        default=default,
+        metavar="NAME",
+        help=f"auto (default) or {', '.join(KERNEL_NAMES)}",
+    )
+
+
+def add_stage_settings(
+    group: argparse._ArgumentGroup,
+    blocks_help: str,
+    *,
+    query_blocks: int | None = None,
+    accumulate: str | None = None,
+) -> None:
+    """``--query-blocks``, described by `blocks_help`, ``--accumulate`` and ``--overlap``; their defaults by name."""
+    add_number(group, "--query-blocks", blocks_help, default=query_blocks)
+    sums = f"sums (default: {'auto' if accumulate is None else '%(default)s'})"
+    group.add_argument("--accumulate", choices=ACCUMULATE, default=accumulate, help=sums)
+    group.add_argument("--overlap", action="store_true", help="send the next stage's heads during attention")
+
+
+def add_dtype(group: argparse._ArgumentGroup, help: str) -> None:
+    """``--dtype``, by torch's name."""
+    group.add_argument("--dtype", choices=_DTYPES, help=help)
 
 
 def tokens(option: str, word: str) -> int:
