@@ -1,4 +1,4 @@
-"""docs/files.md has a line for every file, its own first sentence: ``UPIPE_WRITE_DOCS=1 pytest tests/test_files_page.py``.
+"""docs/files.md has every file with its own first sentence: ``UPIPE_WRITE_DOCS=1 pytest tests/test_files_page.py``.
 
 The map in README.md has a line for every folder of the packages.
 """
@@ -17,9 +17,9 @@ README = (ROOT / "README.md").read_text()
 PACKAGES = ("upipe_integrations", "deepspeed_plugin", "megatron_patch")
 HEAD = """# Every file
 
-Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_files_page.py` from the first sentence of each file; the same test fails
-when this page is not true. The [README](../README.md#map) has the folders, [How it works](how-it-works.md) the order in
-which to read them.
+Written by `UPIPE_WRITE_DOCS=1 pytest tests/test_files_page.py` from the first sentence of each file; the same test
+fails when this page is not true. The [README](../README.md#map) has the folders, [How it works](how-it-works.md) what
+rests on what.
 
 """
 

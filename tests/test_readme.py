@@ -39,8 +39,8 @@ def test_the_readme_is_short_and_no_line_is_long():
     # Written by the command they name, so that a line may be a whole docstring or a program's output.
     pages = [page for page in PAGES if not re.search(r"^Written by", page.read_text(), re.MULTILINE)]
     assert len(pages) > 20
-    long = [(page.name, line) for page in (*pages, contributing) for line in _prose(page.read_text()) if len(line) > 160]
-    assert long == []
+    for page in (*pages, contributing):
+        assert [line for line in _prose(page.read_text()) if len(line) > 160] == [], page.name
 
 
 def test_ds_config_blocks_and_files_are_valid():
@@ -59,9 +59,11 @@ def test_every_key_and_kernel_is_listed_with_its_default():
     for field in dataclasses.fields(UPipeConfig):
         default = "required" if field.default is dataclasses.MISSING else f"`{json.dumps(field.default)}`"
         assert rows[field.name] == default
-    listed = re.findall(r"`([\w-]+)`", re.search(r"^- \*\*`kernel`\*\*(.*?)^- ", MEMORY_PAGE, re.DOTALL | re.MULTILINE)[1])
-    assert [name for name in listed if name in KERNELS] == list(KERNELS)
-    assert all(f"- **`{field.name}`** (" in MEMORY_PAGE for field in dataclasses.fields(UPipeConfig) if field.name != "memory")
+    (of_kernels,) = re.findall(r"^- \*\*`kernel`\*\*(.*?)^- ", MEMORY_PAGE, re.DOTALL | re.MULTILINE)
+    assert [name for name in re.findall(r"`([\w-]+)`", of_kernels) if name in KERNELS] == list(KERNELS)
+    described = dict(re.findall(r"^- \*\*`(\w+)`\*\* \((\S+)\):", MEMORY_PAGE, re.MULTILINE))
+    assert described == {key: default for key, default in rows.items() if key in described}
+    assert described.keys() == {field.name for field in dataclasses.fields(UPipeConfig)} - {"memory"}
 
 
 def test_the_memory_table_is_the_closed_forms():
