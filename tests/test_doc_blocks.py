@@ -71,7 +71,7 @@ def _plain_blocks(pages: list[str]) -> list[str]:
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(block.compiled(), vars(module))
                 ran.append(f"{page}:{block.line}")
-        if page == "README.md":
+        if page == "docs/megatron.md":
             assert vars(module)["spec"].submodules.self_attention.module.__name__ == "UPipeSelfAttention"
     return ran
 
@@ -136,7 +136,7 @@ def _trainer_tutorial() -> list[float]:
 
 
 def _readme() -> list[float]:
-    """The lines for an ALST script, on what such a script has."""
+    """The README's lines for an ALST script, on what such a script has, and the losses that may take their place."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
@@ -164,7 +164,8 @@ def _readme() -> list[float]:
         "device": "cpu",
         "inputs": {"input_ids": shard(batch["input_ids"]), "position_ids": shard(positions[None])},
     }
-    script, losses = (b for b in blocks("python", "README.md") if _needs_ranks(b.text))
+    (script,) = (b for b in blocks("python", "README.md") if _needs_ranks(b.text))
+    (losses,) = blocks("python", "docs/losses.md")
     exec(script.compiled({"sequence_parallel_size=8": "sequence_parallel_size=2"}), names)
     assert names["engine"].upipe is not None
     exec(losses.compiled(), names)
@@ -223,7 +224,7 @@ def test_python_of_ranks_runs_and_the_key_changes_no_loss(tmp_path):
     pytest.importorskip("peft")
     places = {b.page for b in blocks("python") if _needs_ranks(b.text)}
     tutorials = {"docs/tutorials/deepspeed.md", "docs/tutorials/trainer.md"}
-    assert places == {"README.md", "docs/howto/host.md", "docs/peft.md"} | tutorials
+    assert places == {"README.md", "docs/losses.md", "docs/howto/host.md", "docs/peft.md"} | tutorials
     first, second = run_ranks(2, _on_ranks, str(tmp_path))
     step = re.compile(r"^step \d+: loss (\S+), gradient norm (\S+)$", re.MULTILINE)
     page = (ROOT / "docs" / "tutorials" / "deepspeed.md").read_text()

@@ -610,7 +610,7 @@ def test_the_window_of_the_reserve(monkeypatch):
 def test_the_readme_says_the_same():
     longest = _longest(Plan(PRESETS["llama3-8b"], Setup(8, 80, **PAPER)))
     readme = (PAGE.parents[1] / "README.md").read_text()
-    section = readme[readme.index("## Does it fit?") : readme.index("## Two commands")]
+    section = readme[readme.index("## Plan, check, bench, info") : readme.index("## Supported")]
     (command,) = re.findall(r"^upipe (plan .*)$", section, re.MULTILINE)
     assert cli.main(shlex.split(command)) == 0
     rows = dict(re.findall(r"^\| (.+?) \| (\S+)M \|$", section, re.MULTILINE))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-QUOTED = re.findall(r"^> `(.+)`$", PAGE, re.MULTILINE)
+QUOTED = [text.replace("\n> ", " ") for text in re.findall(r"^> `((?:.+\n> )*?.+)`$", PAGE, re.MULTILINE)]
 FIELD = "\0"
 """Stands for what is filled in: an f-string's field, or <...> on the page."""
 
