@@ -33,8 +33,14 @@ def _started(*words: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "FORCE_COLOR": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, start_new_session=True
+        command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, preexec_fn=_as_from_a_terminal
     )
+
+
+def _as_from_a_terminal() -> None:
+    """A session of its own, in which Ctrl-C does something: a shell's jobs in the background ignore it."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_it_compares_times_and_writes(tmp_path, monkeypatch, capsys):

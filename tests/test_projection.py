@@ -260,7 +260,7 @@ def in_parts(wanted: dict[str, torch.Tensor], K: int, value_dim: int) -> dict[st
 
 LATENT_CASES = pairwise(
     {"heads": ((8, 8, D), (8, 2, 6), (10, 10, 6), (9, 9, D)), "mode": tuple(MODES), "per_rank": (1, 2)},
-    lambda case: case["heads"][2] == D or MODES[case["mode"]].blocks == 1,
+    lambda case: case["heads"][2] == D or MODES[case["mode"]].query_blocks == 1,
 )
 
 
