@@ -18,11 +18,13 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import upipe_integrations, torch
 w = [torch.randn(8, 6, requires_grad=True) for _ in range(3)]
-p = (upipe_integrations.Projection(upipe_integrations.Weights(t), 4) for t in w)
+p = upipe_integrations.AttentionProjections(
+    *(upipe_integrations.Projection(upipe_integrations.Weights(t), 4) for t in w)
+)
 s = upipe_integrations.UPipeConfig(1).schedule(heads=2, kv_heads=2, ranks=1)
 k = upipe_integrations.select_kernel("auto", upipe_integrations.KernelRequest(torch.device("cpu"), torch.float32, 4))
 s = upipe_integrations.Staging(s, None, k)
-upipe_integrations.upipe_attention(torch.randn(1, 5, 6), upipe_integrations.AttentionProjections(*p), s).sum().backward()
+upipe_integrations.upipe_attention(torch.randn(1, 5, 6), p, s).sum().backward()
 assert all(t.grad is not None for t in w)
 """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.pairwise import pairwise
-from tests.ranks import run_in_process
+from tests.ranks import run_in_process, run_in_processes
 from tests.ulysses import AllToAll, Attend
 from upipe_integrations import (
     AttentionProjections,
@@ -133,10 +135,13 @@ def _given_form(layer: LayerShape, chunk_heads: int) -> PeakUnits:
     return PeakUnits(h + 2 * n + 2 + h / 64, 2 * h + (h + 2 * k) + stage)
 
 
-def _all_peaks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
-    """(measured, closed form) of every method for both models; run in a process with a fake group of 8."""
+_TRACERS = 2
+
+
+def _peaks(tracer: int) -> dict[str, tuple[PeakUnits, PeakUnits]]:
+    """(measured, closed form) of every method for both models, of one of the processes that share them."""
     with fake_ranks(RANKS):
-        return _peaks_of_ranks()
+        return {name: peaks() for name, peaks in itertools.islice(_cases(), tracer, None, _TRACERS)}
 
 
 def _upipe_peaks(layer: LayerShape, schedule: Schedule, mode_name: str) -> tuple[PeakUnits, PeakUnits]:
@@ -147,38 +152,38 @@ def _upipe_peaks(layer: LayerShape, schedule: Schedule, mode_name: str) -> tuple
     )
 
 
-def _peaks_of_ranks() -> dict[str, tuple[PeakUnits, PeakUnits]]:
-    peaks = {}
+def _ulysses_peaks(
+    layer: LayerShape, rotate: Callable[..., torch.Tensor], one_pass: bool = False
+) -> tuple[PeakUnits, PeakUnits]:
+    measured = measured_peak(layer, TOKENS, lambda *t: _ulysses(*t, layer.head_dim, rotate))
+    return measured, ulysses_peak(layer, RANKS, one_pass_rotary=one_pass)
+
+
+def _given_peaks(layer: LayerShape, chunk_heads: int) -> tuple[PeakUnits, PeakUnits]:
+    return _measured_given(layer, chunk_heads), _given_form(layer, chunk_heads)
+
+
+def _cases() -> Iterator[tuple[str, Callable[[], tuple[PeakUnits, PeakUnits]]]]:
     for name, layer in {"8b": LLAMA3_8B, "32b": QWEN3_32B}.items():
-        D = layer.head_dim
-        peaks[f"{name} ulysses"] = (
-            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _rotate_like_transformers)),
-            ulysses_peak(layer, RANKS),
-        )
-        peaks[f"{name} ulysses two-step"] = (
-            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _rotate_in_two_steps)),
-            ulysses_peak(layer, RANKS),
-        )
-        peaks[f"{name} ulysses one-pass"] = (
-            measured_peak(layer, TOKENS, lambda *t, D=D: _ulysses(*t, D, _OnePassRotary.apply)),
-            ulysses_peak(layer, RANKS, one_pass_rotary=True),
-        )
+        yield f"{name} ulysses", partial(_ulysses_peaks, layer, _rotate_like_transformers)
+        yield f"{name} ulysses two-step", partial(_ulysses_peaks, layer, _rotate_in_two_steps)
+        yield f"{name} ulysses one-pass", partial(_ulysses_peaks, layer, _OnePassRotary.apply, one_pass=True)
         for U in (8, 16):
-            peaks[f"{name} given {U}"] = (_measured_given(layer, U), _given_form(layer, U))
+            yield f"{name} given {U}", partial(_given_peaks, layer, U)
     for name, U, mode_name in UPIPE_CASES:
         layer = LAYERS[name]
         schedule = Schedule.build(heads=layer.heads, kv_heads=layer.kv_heads, ranks=RANKS, chunk_heads=U)
-        peaks[f"{name} upipe {U} {mode_name}"] = _upipe_peaks(layer, schedule, mode_name)
+        yield f"{name} upipe {U} {mode_name}", partial(_upipe_peaks, layer, schedule, mode_name)
     for U, (mode_name, mode) in itertools.product((16, 24), MODES.items()):
         if mode.keeps_heads or mode.query_blocks > 1:
             schedule = Schedule.build(heads=28, kv_heads=4, ranks=RANKS, chunk_heads=U)
-            peaks[f"7b upipe {U} {mode_name}"] = _upipe_peaks(QWEN25_7B, schedule, mode_name)
-    return peaks
+            yield f"7b upipe {U} {mode_name}", partial(_upipe_peaks, QWEN25_7B, schedule, mode_name)
 
 
 @pytest.fixture(scope="module")
 def peaks():
-    return run_in_process(_all_peaks, seconds=600)
+    first, second = run_in_processes(_TRACERS, _peaks, seconds=600)
+    return first | second
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import run_in_process
+from tests.ranks import run_in_process, run_in_processes
 from upipe_integrations.commands import main as cli
 from upipe_integrations.mode import MEMORY
 from upipe_integrations.planning import components
@@ -219,21 +219,29 @@ def _outputs(commands: list[list[str]]) -> list[tuple[int, str]]:
     return found
 
 
-def _traces(commands: list[list[str]]) -> tuple[list[tuple[str, float]], list[tuple[int, str]]]:
+_TRACERS = 2
+
+
+def _traces(tracer: int, commands: list[list[str]]) -> tuple[list[tuple[str, float]], list[tuple[int, str]]]:
+    """The share of one of the processes: differences by name, and outputs of the command lines."""
+    share = slice(tracer, None, _TRACERS)
     differences = []
-    for name, ranks, heads, tokens, modes in _SHAPES:
+    for name, ranks, heads, tokens, modes in _SHAPES[share]:
         plan = Plan(PRESETS[name], Setup(ranks, 80), chunk_heads=heads, memory=modes)
         differences += [(f"{name} {t.method} {tokens}", t.difference) for t in plan.trace([tokens])]
-    return differences, _outputs(commands)
+    return differences, _outputs(commands[share])
 
 
 @pytest.fixture(scope="module")
 def traced():
-    """Everything that is traced here, in one process: the differences by name, and outputs by command line."""
+    """Everything that is traced here, in processes at once: the differences by name, and outputs by command line."""
     pages = [shlex.split(command)[1:] for command in re.findall(_ON_THE_PAGE, PAGE.read_text())]
     commands = [_PRINTED, [*_PRINTED, "--json"], *pages]
-    differences, outputs = run_in_process(_traces, commands, seconds=400)
-    return differences, dict(zip(map(tuple, commands), outputs, strict=True))
+    differences, outputs = [], {}
+    for tracer, (found, printed) in enumerate(run_in_processes(_TRACERS, _traces, commands, seconds=400)):
+        differences += found
+        outputs |= dict(zip(map(tuple, commands[tracer::_TRACERS]), printed, strict=True))
+    return differences, outputs
 
 
 def test_closed_forms_are_what_the_engine_takes(traced):
