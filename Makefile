@@ -20,7 +20,7 @@ test: setup lint typecheck ## Lint, type-check and run the tests (ARGS="..." goe
 	@$(ACCEL) $(BIN)/python -m pytest $(ARGS)
 
 # Those of the core alone, that start no launcher and train no host's model.
-QUICK := attention checkpoint config features kernels layering local_ranks modes pairwise projection schedule sharding sums
+QUICK := attention checkpoint config features kernels layering local_ranks modes pairwise projection schedule sharding structure sums
 
 test-quick: setup ## Run the core's tests alone, in two minutes: no launcher, no host (ARGS="..." goes to pytest)
 	@$(ACCEL) $(BIN)/python -m pytest $(QUICK:%=tests/test_%.py) $(ARGS)
