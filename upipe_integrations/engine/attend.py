@@ -17,14 +17,20 @@ from upipe_integrations.projections.sums import RunningSum, ScaledSum, Sum
 from upipe_integrations.schedule import Stage
 
 
-class OpenKV:
-    """K and V `[B, v, S, D]` for the stages that share them, and the sums of their gradients.
-
-    They are there from :meth:`open` to :meth:`close`; the sums, until they are taken.
-    """
+class _OpenHeads:
+    """K and V `[B, v, S, D]` for the stages that share them, from ``open`` to :meth:`close`."""
 
     k: Tensor
     v: Tensor
+
+    def close(self) -> None:
+        """Let go of K and V."""
+        del self.k, self.v
+
+
+class OpenKV(_OpenHeads):
+    """K and V for the stages that share them, and the sums of their gradients, which stay until they are taken."""
+
     dk: RunningSum
     dv: RunningSum
 
@@ -36,21 +42,15 @@ class OpenKV:
         self.k, self.v = heads
         self.dk, self.dv = self._empty_sum(stage), self._empty_sum(stage)
 
-    def close(self) -> None:
-        """Let go of K and V."""
-        del self.k, self.v
-
     def _empty_sum(self, stage: Stage) -> RunningSum:
         """For dK or dV: of one stage's alone where none shares its KV heads."""
         dtype = self._dtype if stage.closes_kv else self._mode.kv_sum_dtype(self._dtype)
         return ScaledSum() if dtype == torch.bfloat16 and not stage.closes_kv else Sum(dtype)
 
 
-class OpenKVInTiles:
+class OpenKVInTiles(_OpenHeads):
     """:class:`OpenKV` whose gradients are summed tile by tile of the keys."""
 
-    k: Tensor
-    v: Tensor
     dk: TileSum
     dv: TileSum
 
@@ -61,10 +61,6 @@ class OpenKVInTiles:
         """Take over K and V."""
         self.k, self.v = heads
         self.dk, self.dv = TileSum(self.k, self._dtype), TileSum(self.v, self._dtype)
-
-    def close(self) -> None:
-        """Let go of K and V."""
-        del self.k, self.v
 
 
 class TileSum:

@@ -28,6 +28,7 @@ from upipe_integrations.engine.travel import (
     zero_padding,
 )
 from upipe_integrations.projections.given import GivenHeads
+from upipe_integrations.projections.projection import collecting_dtype
 from upipe_integrations.projections.source import Factors, HeadGradient, HeadSource
 from upipe_integrations.projections.structure import Structure, Totals
 from upipe_integrations.projections.sums import RunningSum, ScaledSum, Sum
@@ -213,8 +214,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
         _add_products(dx.at_rows(rows), [grads.q.add(dq, stage.q, rows)])
         if grads.output is not None:
             zero_padding(out, stage.q)
-            at_least_float32 = torch.promote_types(call.dtype, torch.float32)
-            dw.add_(output.weight_gradient(out, grad[:, rows], at_least_float32))
+            dw.add_(output.weight_gradient(out, grad[:, rows], collecting_dtype(grad, rows)))
         del pieces, dq, out
         if not block.last:
             continue
