@@ -6,6 +6,10 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
+# Files of tests that run at once: most wait for something most of the time. In alphabetical order, not by their number of
+# tests, which would leave the longest for the end. One at a time where a GPU is shared.
+JOBS ?= $$(nvidia-smi >/dev/null 2>&1 && echo 0 || echo 2)
+PYTEST = $(ACCEL) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # DeepSpeed is told to use the CPU only where no GPU answers.
 ACCEL = env $$(nvidia-smi >/dev/null 2>&1 || echo "DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}")
@@ -16,8 +20,8 @@ help: ## List the targets
 setup: ## Create .venv with everything needed (PYTHON=... picks the interpreter); skips when up to date
 	@scripts/setup_env.sh
 
-test: setup lint typecheck ## Lint, type-check and run the tests (ARGS="..." goes to pytest)
-	@$(ACCEL) $(BIN)/python -m pytest $(ARGS)
+test: setup lint typecheck ## Lint, type-check and run the tests (ARGS="..." goes to pytest, JOBS=1 is one file at a time)
+	@$(PYTEST) $(ARGS)
 
 # Those of the core alone, that start no launcher and train no host's model.
 QUICK := attention checkpoint config features kernels layering local_ranks modes pairwise projection schedule sharding structure sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine import projections_of, relative_errors, spec_of
-from tests.ranks import on_pool, run_ranks
+from tests.ranks import on_pool, run_in_process, run_ranks
 from tests.reference import make_layer
 from upipe_integrations import (
     AttentionProjections,
@@ -298,16 +299,27 @@ def test_checkpointed_layers_compile_and_keep_attention(memory, keeps):
     assert (kept.count(y.shape), kept.count(attended)) == ((0, 1) if memory == "keep" else (int(keeps), 0))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for CPUs")
-@pytest.mark.parametrize("mode", ["keep_heads", "fused"])
-def test_inductor_finds_the_sizes_and_strides_it_was_told(mode):
-    layer = make_layer(8, 4, seq=24, batch=2, output=True, norm=True)
+def _by_inductor(folder: Path, mode: str) -> tuple[float, int]:
+    """The largest error, and how many graphs PyTorch found among those that it keeps in `folder`."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    torch.set_num_threads(1)
+    layer = make_layer(4, 2, seq=24, batch=2, output=True, norm=True)
     inner = layer_function(layer, Mode.named(mode), kernel=KERNELS["torch-cpu-flash"])
 
     def run(leaves):  # rows first in memory, as Megatron has them
         return inner({**leaves, "x": leaves["x"].transpose(0, 1).sin().contiguous().transpose(0, 1)})
 
-    assert max(graph_errors(run, layer.leaves(), "inductor").values()) < 1e-12
+    error = max(graph_errors(run, layer.leaves(), "inductor").values())
+    return error, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for CPUs")
+def test_inductor_finds_what_it_was_told_also_after_processes_with_other_settings(tmp_path):
+    """Sizes and strides of results, and code that another process compiled, where it is for the same call."""
+    for mode, seen in (("fused", False), ("keep_heads", False), ("fused", True)):
+        error, hits = run_in_process(_by_inductor, tmp_path, mode)
+        assert error < 1e-12, mode
+        assert bool(hits) == seen, (mode, hits)
 
 
 def test_rotary_tables_that_require_gradients_are_refused():

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
+    launched = os.pathsep.join([str(ROOT / "tests" / "launched"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "COLUMNS": "120", "PYTHONPATH": launched}
     command = [sys.executable, "-m", "examples.deepspeed.demo", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
 

@@ -1,14 +1,21 @@
 """Attention and its backward as registered operators: what selective checkpointing keeps, and compiled code calls.
 
 An operator's arguments are tensors and numbers, so the structure of a call goes by a number. In eager mode it is good
-for one call. In compiled code it is a constant, so there equal structures share one, which is kept for good.
+for one call. In compiled code it is a constant, so there equal structures share one, which is kept for good; and as
+PyTorch keeps compiled code on disk for other processes, such a number has a digest of the structure in it: the same
+number never stands for a call with other results in another process.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import itertools
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +32,61 @@ from upipe_integrations.projections.structure import Structure
 class _Numbered:
     """A structure under a number, for as long as this lives."""
 
-    _numbers = itertools.count()
-
-    def __init__(self, structure: Structure[Call]) -> None:
+    def __init__(self, structure: Structure[Call], number: int) -> None:
         self.structure = structure
-        self.number = next(self._numbers)
-        _NUMBERED[self.number] = self
+        self.number = number
+        _NUMBERED[number] = self
 
 
 # It lives as long as its user: the caller, or the cache of those in compiled code.
 _NUMBERED: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
-_numbered_for_good = functools.cache(_Numbered)
+_NUMBERS = itertools.count()
+_WITH_DIGEST: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""What is counted on, of the structures with one digest: they differ in objects that have no say in the results."""
+
+
+@functools.cache
+def _numbered_for_good(structure: Structure[Call]) -> _Numbered:
+    # 1, 46 bits of the digest and 16 of the count: a positive int64, and none of those that eager calls count up.
+    digest = int.from_bytes(_digest(structure)[:8], "big") >> 18
+    count = next(_WITH_DIGEST[digest])
+    if count >= 1 << 16:
+        raise RuntimeError("upipe: compiled code has 65,536 calls of attention with equal sizes. Compile fewer.")
+    return _Numbered(structure, 1 << 62 | digest << 16 | count)
+
+
+def _digest(structure: Structure[Call]) -> bytes:
+    """Of all that the sizes, strides and number of an operator's results depend on, and of this package's code."""
+    digest = hashlib.sha256(_own_code())
+    for word in _described(structure):
+        digest.update(f"{len(word)} {word}".encode())
+    return digest.digest()
+
+
+@functools.cache
+def _own_code() -> bytes:
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def _described(value: Any) -> Iterator[str]:
+    """Words that are equal in every process; of an object that is not data, its class."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield type(value).__qualname__
+        for field in dataclasses.fields(value):
+            yield from _described(getattr(value, field.name))
+    elif isinstance(value, (tuple, list)):
+        yield f"{type(value).__qualname__} of {len(value)}"
+        for item in value:
+            yield from _described(item)
+    elif isinstance(value, (int, float, str, range, torch.dtype, type(None))):
+        yield repr(value)
+    elif isinstance(value, torch.distributed.ProcessGroup):
+        yield f"{group_ranks(value)} ranks"
+    else:
+        yield f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__qualname__', '')}"
 
 
 def _call(number: int, tensors: list[Tensor]) -> Call:
@@ -44,7 +95,7 @@ def _call(number: int, tensors: list[Tensor]) -> Call:
 
 def forward_by_operator(structure: Structure[Call], tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """What ``run_forward`` gives, by ``torch.ops.upipe.attention``; not differentiable."""
-    numbered = _Numbered(structure)
+    numbered = _Numbered(structure, next(_NUMBERS))
     attended, *saved = torch.ops.upipe.attention(tensors, numbered.number)
     return attended, saved
 
