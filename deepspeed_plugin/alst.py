@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed_plugin.shards import mark_shard
+
 _REMEDY = (
     'UPipe may serve this: add "upipe": {"chunk_heads": N} to the ds_config. Without the key, DeepSpeed\'s own '
     "refusal stands; it was put off from register_with_transformers, which sees no ds_config, until here."
@@ -36,6 +38,15 @@ def registered_ulysses() -> dict[str, Any]:
 def is_disabled_in_eval(ulysses: Any) -> bool:
     """Whether one of these objects leaves evaluation alone; False for None, where Ulysses was not registered."""
     return bool(getattr(ulysses, "disable_in_eval", False))
+
+
+def mark_shards(wrapped: Callable[..., Any], adapter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``UlyssesSPDataLoaderAdapter.__next__``, whose batches say that they are shards, also in evaluation."""
+    batch = wrapped(*args, **kwargs)
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None
+    if positions is not None:
+        mark_shard(positions)
+    return batch
 
 
 def raise_deferred_refusal() -> None:

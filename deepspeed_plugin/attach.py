@@ -19,7 +19,9 @@ from deepspeed_plugin.transformers.adapters import check_prompts
 from deepspeed_plugin.transformers.facts import AttentionFacts, attention_facts, find_attention
 from deepspeed_plugin.transformers.families import is_vision
 from deepspeed_plugin.transformers.layer import CHILD, LayerSettings, StagedAttention, attention_forward
-from deepspeed_plugin.transformers.vision import attend_locally
+from deepspeed_plugin.transformers.lengths import LargestPosition
+from deepspeed_plugin.transformers.stock import StockAttention, check_module
+from deepspeed_plugin.transformers.vision import attend_as_before, attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
 from upipe_integrations.kernels import KERNELS
 from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
@@ -58,7 +60,7 @@ class Attachment:
             del module.forward
             delattr(module, CHILD)
         for module in self._vision:
-            del module.forward
+            attend_as_before(module)
         self._layers, self._vision = {}, ()
         for guard in self._guards:
             guard.remove()
@@ -91,6 +93,8 @@ def attach(
     layers = find_attention(model)
     if any(hasattr(module, CHILD) for module in layers.values()):
         raise ValueError("upipe: this model has UPipe already. Call undo() on its attachment (engine.upipe) first.")
+    for name, module in layers.items():
+        check_module(name, module)
     facts = {name: attention_facts(name, module, device, config.mode) for name, module in layers.items()}
     schedules = {
         name: config.schedule(heads=fact.heads, kv_heads=fact.kv_heads, ranks=group.ranks)
@@ -98,6 +102,8 @@ def attach(
     }
     kernels = {_kernel_for(fact, config, device, dtype) for fact in facts.values()}
     entry = _entry_module(model, layers)
+    if group.ranks > 1:
+        _check_head(model, layers)
     # Accelerate and the Trainer always register Ulysses as disabled in evaluation.
     ulysses = registered_ulysses()
     model_config: Any = next(iter(layers.values())).config
@@ -124,7 +130,9 @@ def _guards(
     model: nn.Module, layers: dict[str, nn.Module], entry: nn.Module, settings: LayerSettings, *, mrope: bool
 ) -> list[RemovableHandle]:
     """Put the checks of :mod:`deepspeed_plugin.guard` in front of the modules whose arguments they look at."""
-    guards = [entry.register_forward_pre_hook(ShardGuard(entry, settings, mrope=mrope), with_kwargs=True)]
+    largest, stock = LargestPosition(), StockAttention(layers, attention_forward)
+    guard = ShardGuard(entry, settings, stock, largest, mrope=mrope)
+    guards = [entry.register_forward_pre_hook(guard, with_kwargs=True), *largest.tell(entry)]
     for module in _modules_around(model, layers):
         parameters = inspect.signature(module.forward).parameters
         if "labels" in parameters:
@@ -197,14 +205,32 @@ def _modules_around(model: nn.Module, layers: dict[str, nn.Module]) -> list[nn.M
 
 
 def _entry_module(model: nn.Module, layers: dict[str, nn.Module]) -> nn.Module:
-    """The innermost module around all attention whose forward takes ``position_ids``."""
+    """The innermost module around all attention whose forward takes tokens and ``position_ids``."""
     for module in reversed(_modules_around(model, layers)):
-        if "position_ids" in inspect.signature(module.forward).parameters:
+        parameters = inspect.signature(module.forward).parameters
+        if "position_ids" in parameters and not {"input_ids", "inputs_embeds"}.isdisjoint(parameters):
             return module
     raise ValueError(
-        f"upipe: no module of {type(model).__name__} that holds all attention layers takes position_ids, so the "
-        "positions of the shards can't be checked. Use a Transformers model, or remove the 'upipe' key."
+        f"upipe: no module of {type(model).__name__} that holds all attention layers takes input_ids and "
+        "position_ids, so the positions of the shards can't be checked. Use a Transformers model, or remove the "
+        "'upipe' key."
     )
+
+
+_POOLING_HEADS = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
+def _check_head(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Raise ValueError where a head makes one result of a whole sequence, of which each rank has a part."""
+    for module in _modules_around(model, layers):
+        name = type(module).__name__
+        if name.endswith(_POOLING_HEADS):
+            raise ValueError(
+                f"upipe: {name} makes one result of a sequence, and would make one of each rank's shard. Give "
+                "deepspeed.initialize the model without that head (its base model, with a head of your own on the "
+                "rows of the rank that has the token you need), or train without sequence parallelism "
+                "(remove the 'upipe' key and the mpu)."
+            )
 
 
 def _summary(

@@ -1,48 +1,24 @@
-"""What is checked each time the model is entered: the ranks hold the shards of one plain causal sequence.
+"""What is checked each time the model is entered: the ranks hold the shards of one batch of causal sequences.
 
-One small all-gather per forward of the model, on all ranks alike, so that bad input raises the same error
-everywhere before any attention exchange and nothing hangs.
+The checks are forward pre-hooks; what ranks say to each other, and conclude, is :mod:`deepspeed_plugin.shards`'s.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
+import logging
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_plugin.transformers.layer import LayerSettings, remember_documents
-from upipe_integrations.all_to_all import gather_integers
-from upipe_integrations.sharding import documents_from_positions
+from deepspeed_plugin.shards import LENGTHS, WITH_COMPONENTS, Shard, agree, find_documents
+from deepspeed_plugin.transformers.layer import LayerSettings, is_left_alone, remember_documents
+from deepspeed_plugin.transformers.lengths import LargestPosition
+from deepspeed_plugin.transformers.stock import StockAttention
 
-
-class _Fault(enum.IntEnum):
-    """What can be wrong with one rank's input; the number travels to the other ranks."""
-
-    NONE = 0
-    NO_POSITIONS = 1
-    POSITION_SHAPE = 2
-    PADDING_MASK = 3
-    OTHER_MASK = 4
-
-
-_ADVICE = {
-    _Fault.NO_POSITIONS: "position_ids are missing. The model would count from 0 on every rank; pass global ones: "
-    "rank r of the group holds positions [r * L, (r + 1) * L) (UlyssesSPDataLoaderAdapter shards them for you).",
-    _Fault.POSITION_SHAPE: "position_ids must be [batch or 1, rows of this rank]. A model whose positions have three "
-    "components per token (mrope) also takes [4, batch, rows of this rank]: the plain positions, which tell documents "
-    "apart, before its own three.",
-    _Fault.PADDING_MASK: "attention_mask masks some tokens: padding masks are not supported. Pad on the right, give "
-    "padded tokens the label -100 and leave attention_mask out (causal attention never looks at them), or pack.",
-    _Fault.OTHER_MASK: "attention_mask is not a [batch, rows] mask of ones: custom masks are not supported. Leave it "
-    "out, or remove the 'upipe' key.",
-}
-_CACHE = (
-    "upipe: the model was called with a key/value cache (generate()), which sharded attention does not fill. Register "
-    "Ulysses with disable_in_eval=True and call model.eval() to generate, or remove the 'upipe' key."
-)
+_logger = logging.getLogger("deepspeed_plugin")
 
 
 class _Guard:
@@ -57,9 +33,9 @@ class _Guard:
         self._signature = inspect.signature(module.forward)
         self._settings = settings
 
-    def _is_off(self, module: nn.Module) -> bool:
+    def _is_off(self, module: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether this is evaluation, and UPipe leaves evaluation alone."""
-        return self._settings.disabled_in_eval and not module.training
+        return is_left_alone(module, arguments.get("position_ids"), self._settings)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of this call by name, in the order of the signature; what has no name of its own is under
@@ -68,17 +44,34 @@ class _Guard:
 
 
 class ShardGuard(_Guard):
-    """Forward pre-hook of the module that takes ``position_ids``; see the module docstring.
+    """Forward pre-hook of the module that takes tokens and ``position_ids``; see the module docstring.
 
     Checks that every rank of the group has as many batch rows and sequence rows, that positions are global,
-    and that no token is masked; positions that restart are packed documents, which the layers are told. A
-    mask of ones is dropped, and for packed documents a placeholder put in its place, so that the model builds
-    no mask of the local shard.
+    and that no token is hidden that another attends to; positions that restart are packed documents, which the layers
+    are told. A mask is dropped, and for packed documents a placeholder put in its place, so that the model
+    builds no mask of the local shard.
+
+    Args:
+        module, settings: as above.
+        stock: what UPipe stands in for.
+        largest: what the model's rotary embeddings are told.
+        mrope: whether positions may have three components.
     """
 
-    def __init__(self, module: nn.Module, settings: LayerSettings, *, mrope: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: LayerSettings,
+        stock: StockAttention,
+        largest: LargestPosition,
+        *,
+        mrope: bool = False,
+    ) -> None:
         super().__init__(module, settings)
+        self._stock = stock
+        self._largest = largest
         self._mrope = mrope
+        self._warned = False
 
     # torch.compiler.disable, without importing the compiler: what is decided here depends on every rank's data.
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -86,48 +79,98 @@ class ShardGuard(_Guard):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raises ValueError, on every rank of the group alike, naming the ranks and the remedy."""
-        if self._is_off(module):
-            return None
         arguments = self._arguments(args, kwargs)
-        tokens = arguments.get("input_ids")
+        options = {**arguments.get("kwargs", {}), **{name: t for name, t in arguments.items() if name != "kwargs"}}
+        tokens = options.get("input_ids")
         if tokens is None:
-            tokens = arguments.get("inputs_embeds")
+            tokens = options.get("inputs_embeds")
         if tokens is None:
             return None  # the model's own error is the right one
-        caches = [arguments.get(name, arguments.get("kwargs", {}).get(name)) for name in ("cache", "past_key_values")]
-        if any(cache is not None for cache in caches):
-            # Without asking the other ranks: one rank often generates alone, and would wait for them.
-            raise ValueError(_CACHE)
-        positions = self._plain_positions(arguments.get("position_ids"))
-        mask = arguments.get("attention_mask")
-        fault, first, restarts = _inspect(positions, mask, tokens.shape[1])
-        group = self._settings.group.process_group
-        mine = [tokens.shape[0], tokens.shape[1], first, int(fault), int(restarts)]
-        by_rank = gather_integers(mine, group, tokens.device)
-        packed = _check(by_rank)
-        assert positions is not None  # or this rank had a fault, which raised
-        documents = documents_from_positions(positions, group) if packed else None
+        given = options.get("position_ids")
+        cached = any(options.get(name) is not None for name in ("cache", "past_key_values"))
+        self._largest.value = None
+        if self._is_off(module, options):
+            if not cached:
+                self._refuse_shards_left_alone(given)
+            return None
+        # Without asking the other ranks: one rank often generates alone, and would wait for them.
+        if cached or _is_generating():
+            _refuse_generation("with a key/value cache (generate())" if cached else "by generate()")
+        self._stock.check()
+        mask, group = options.get("attention_mask"), self._settings.group.process_group
+        verdict = agree(Shard.of(tokens, given, mask, options, mrope=self._mrope), group, tokens.device)
+        assert given is not None  # or this rank had a fault, which raised
+        self._check_blocks(tokens.shape[1])
+        positions = given[0] if given.dim() == _COMPONENTS else given  # [B or 1, L], also of [4, B, L]
+        documents = find_documents(verdict, positions, mask, tokens, group)
+        if verdict.at_shards and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "UPipe: position_ids start at 0 on every rank and never restart between: taken for packed documents "
+                f"of {tokens.shape[1]} tokens, which begin where shards begin. If these are longer documents, their "
+                "positions are local to a rank: compute position_ids before sharding."
+            )
+        self._largest.value = verdict.largest
         remember_documents(positions, documents)
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {name: None for name in LENGTHS if options.get(name) is not None}
         if documents is not None:
             # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
             changes["attention_mask"] = torch.zeros(1, 1, 1, 1, device=tokens.device)
         elif mask is not None:
             changes["attention_mask"] = None
-        if documents is not None and self._mrope and arguments["position_ids"].dim() == 2:
+        if documents is not None and self._mrope and given.dim() == 2:
             # From plain positions alone the model would hand none on to its layers: [B, L] -> [4, B, L]
-            changes["position_ids"] = positions.expand(_MROPE, *positions.shape)
+            changes["position_ids"] = positions.expand(WITH_COMPONENTS, *positions.shape)
         return _changed(args, kwargs, list(arguments), changes) if changes else None
 
-    def _plain_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """`[4, B, L]` of a vision-language model -> its plain positions `[B, L]`; all else as it is."""
-        if self._mrope and position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == _MROPE:
-            return position_ids[0]
-        return position_ids
+    def _check_blocks(self, rows: int) -> None:
+        blocks = self._settings.config.mode.query_blocks
+        if rows % blocks:
+            raise ValueError(
+                f"upipe.query_blocks = {blocks}: must divide the {rows} rows of a rank. Set it to a number that does, "
+                f"or pad the sequence to a multiple of {blocks * self._settings.group.ranks} before sharding it."
+            )
+
+    def _refuse_shards_left_alone(self, positions: Any) -> None:
+        """Raise ValueError where positions show that evaluation of whole batches was given a shard.
+
+        The first rank's do not, and it can't be told: in evaluation a rank may be alone.
+        """
+        group = self._settings.group
+        if group.rank == 0 or not isinstance(positions, Tensor) or positions.dim() < 2 or positions.shape[-1] < 2:
+            return
+        first = int(positions.flatten()[0])
+        if first == group.rank * positions.shape[-1]:
+            raise ValueError(
+                "upipe: evaluation is left to the model itself (Ulysses is registered with disable_in_eval=True), but "
+                f"position_ids start at {first} on rank {group.rank} of {group.ranks}: this is a shard, and would be "
+                "attended alone. Evaluate whole batches, the same on every rank, with a data loader that is not "
+                "sharded (Accelerate: do not pass it to prepare()), or shard it with UlyssesSPDataLoaderAdapter, which is "
+                "recognised."
+            )
 
 
-_MROPE = 4
-"""Plain positions and the three components of a vision-language model's."""
+_COMPONENTS = 3
+"""Dimensions of positions that have components."""
+
+
+def _refuse_generation(how: str) -> None:
+    raise ValueError(
+        f"upipe: the model was called {how}, and a shard of a sequence is not continued. Register Ulysses with "
+        "disable_in_eval=True and call model.eval() to generate, or remove the 'upipe' key."
+    )
+
+
+def _is_generating() -> bool:
+    """Whether Transformers' ``generate`` is what calls the model, with or without a cache."""
+    generation = sys.modules.get("transformers.generation.utils")
+    if generation is None:
+        return False
+    code = inspect.unwrap(generation.GenerationMixin.generate).__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _changed(
@@ -140,26 +183,44 @@ def _changed(
 
 
 class LabelGuard(_Guard):
-    """Forward pre-hook of a module that takes ``labels``: refuses to let it shift them.
+    """Forward pre-hook of a module that takes ``labels``: refuses to let its head see no more than a shard.
 
-    A model that computes its own loss shifts labels within the shard it sees, and loses the last label of
+    A causal model that computes its own loss shifts labels within the shard it sees, and loses the last label of
     every shard. It does not when it also gets ``shift_labels`` that were shifted before they were sharded, as
     Transformers' Trainer passes them. With these alone, as in the loop of DeepSpeed's documentation, it computes none.
+    A model of another kind takes the mean over the labels of its shard. Rows of logits that are left out are
+    the first of every shard.
     """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError when labels are passed without ``shift_labels``."""
-        if self._settings.group.ranks == 1 or self._is_off(module):
-            return
+        """Raises ValueError when labels are passed without ``shift_labels``, or ``logits_to_keep``."""
         arguments = self._arguments(args, kwargs)
-        labels, shifted = arguments.get("labels"), arguments.get("kwargs", {}).get("shift_labels")
-        if labels is not None and shifted is None:
+        if self._settings.group.ranks == 1 or self._is_off(module, arguments):
+            return
+        options = {**arguments.get("kwargs", {}), **arguments}
+        name, keep = type(module).__name__, options.get("logits_to_keep")
+        if isinstance(keep, Tensor) or keep:
+            if _is_generating():
+                _refuse_generation("by generate()")
             raise ValueError(
-                f"upipe: {type(module).__name__} was called with labels, which it would shift within this rank's "
-                "shard: the last label of every shard is lost. Shift labels before they are sharded "
-                "(UlyssesSPDataLoaderAdapter and shard_batch give shift_labels), call the model without labels, and "
-                "use deepspeed_plugin.sequence_parallel_loss(engine, logits, shift_labels)."
+                f"upipe: {name} was called with logits_to_keep = {keep}, which counts from the end of this rank's "
+                "shard, not of the sequence. Leave it out, and take the rows you need by their positions; "
+                "deepspeed_plugin.tiled_sequence_parallel_loss never holds the logits of all rows."
             )
+        if options.get("labels") is None or options.get("shift_labels") is not None:
+            return
+        if name.endswith("ForTokenClassification"):
+            raise ValueError(
+                f"upipe: {name} was called with labels, and would take the mean over those of this rank's shard. "
+                "Call the model without labels, and use deepspeed_plugin.sequence_parallel_loss(engine, logits, "
+                "labels) with this rank's rows of the labels, as they are."
+            )
+        raise ValueError(
+            f"upipe: {name} was called with labels, which it would shift within this rank's "
+            "shard: the last label of every shard is lost. Shift labels before they are sharded "
+            "(UlyssesSPDataLoaderAdapter and shard_batch give shift_labels), call the model without labels, and "
+            "use deepspeed_plugin.sequence_parallel_loss(engine, logits, shift_labels)."
+        )
 
 
 _IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
@@ -174,9 +235,9 @@ class ImageGuard(_Guard):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError when position_ids of one component are passed with images."""
-        if self._is_off(module):
-            return
         arguments = self._arguments(args, kwargs)
+        if self._is_off(module, arguments):
+            return
         images = [name for name in _IMAGES if arguments.get(name) is not None]
         positions = arguments.get("position_ids")
         if images and isinstance(positions, Tensor) and positions.dim() == 2:
@@ -185,47 +246,3 @@ class ImageGuard(_Guard):
                 f"{tuple(positions.shape)}, without the components that tokens of an image have. Before sharding, "
                 "compute them (get_rope_index) and put the plain positions before them: [4, batch, sequence]."
             )
-
-
-def _inspect(position_ids: Tensor | None, mask: Any, rows: int) -> tuple[_Fault, int, bool]:
-    """This rank's fault, its first position (0 where there is none to read), and whether positions restart."""
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        if not bool((mask == 1).all()):
-            return _Fault.PADDING_MASK, 0, False
-    elif mask is not None:
-        return _Fault.OTHER_MASK, 0, False
-    if position_ids is None:
-        return _Fault.NO_POSITIONS, 0, False
-    if position_ids.dim() != 2 or position_ids.shape[1] != rows or rows == 0:
-        return _Fault.POSITION_SHAPE, 0, False
-    first = position_ids[0, 0]
-    expected = first + torch.arange(rows, device=position_ids.device)
-    consecutive, start = torch.stack([(position_ids == expected).all().long(), first.long()]).tolist()
-    return _Fault.NONE, start, not consecutive
-
-
-def _check(by_rank: list[list[int]]) -> bool:
-    """Decide from what every rank said, the same everywhere; returns whether documents are packed."""
-    ranks = range(len(by_rank))
-    batch, rows, first, faults, restarts = zip(*by_rank, strict=True)
-    for fault, advice in _ADVICE.items():
-        faulty = [r for r in ranks if faults[r] == fault]
-        if faulty:
-            raise ValueError(f"upipe: on sequence-parallel ranks {faulty}: {advice}")
-    if len(set(rows)) > 1 or len(set(batch)) > 1:
-        raise ValueError(
-            f"upipe: the ranks of a sequence-parallel group hold different shapes: batch {list(batch)}, rows "
-            f"{list(rows)} by rank. All must hold shards of the same batch; pad the sequence to a multiple of "
-            f"{len(by_rank)} before sharding it."
-        )
-    starts = [r * rows[0] for r in ranks]
-    # Shards that all start at 0 might be documents of exactly a shard's length, but are what unsharded batches and
-    # local positions look like.
-    if first[0] != 0 or (len(by_rank) > 1 and not any(first)):
-        raise ValueError(
-            f"upipe: position_ids start at {list(first)} by rank, but shards of {rows[0]} rows of one document start "
-            f"at {starts}: either the positions are local to a rank, or the batch was not sharded, or the shards are "
-            "out of order. Shard the batch with its global position_ids (UlyssesSPDataLoaderAdapter does); to "
-            "evaluate unsharded batches register Ulysses with disable_in_eval=True and call model.eval()."
-        )
-    return any(restarts) or list(first) != starts

@@ -50,6 +50,7 @@ class _Switch:
     def _wrap_alst(self, module: Any) -> None:
         self._wrap(module.UlyssesSPAttentionHF, "__init__", alst.init_deferring_refusal)
         self._wrap(module.UlyssesSPAttentionHF, "register_with_transformers", alst.register_deferring_refusal)
+        self._wrap(module.UlyssesSPDataLoaderAdapter, "__next__", alst.mark_shards)
 
     def _wrap(self, owner: type, name: str, wrapper: Callable[..., Any]) -> None:
         # From vars, or a class method would be bound already.

@@ -648,11 +648,11 @@ def _bad_inputs() -> dict[str, str]:
     jump = shard(torch.cat([torch.arange(20), torch.arange(5, 17)])[None])
     ones = torch.ones_like(ids)
     padded = torch.ones(1, 32, dtype=torch.long)
-    padded[:, 28:] = 0
+    padded[:, :4] = 0
     good = {"input_ids": ids, "position_ids": positions}
     cases = {
         "no positions": {"input_ids": ids},
-        "local positions": {**good, "position_ids": torch.arange(16)[None]},
+        "not sharded": {"input_ids": make_batch(seq=32)["input_ids"], "position_ids": torch.arange(32)[None]},
         "jump": {**good, "position_ids": jump},
         "mrope": {**good, "position_ids": positions[None].expand(3, 1, 16)},
         "padded": {**good, "attention_mask": shard(padded)},
@@ -697,11 +697,11 @@ def bad_inputs():
     ("case", "message"),
     [
         ("no positions", r"ranks \[0, 1\]: position_ids are missing.*rank r of the group holds positions"),
-        ("local positions", r"position_ids start at \[0, 0\] by rank, .* start at \[0, 16\]: either"),
+        ("not sharded", r"position_ids start at \[0, 0\] by rank, .* start at \[0, 32\]: either"),
         ("jump", r"position_ids jump to \[0, 5\]: a packed document must start at 0"),
         ("mrope", r"must be \[batch or 1, rows of this rank\]"),
-        ("padded", r"ranks \[1\]: attention_mask masks some tokens.*Pad on the right"),
-        ("4-d mask", r"ranks \[0, 1\]: attention_mask is not a \[batch, rows\] mask of ones"),
+        ("padded", r"attention_mask hides tokens before others in batch rows \[0\].*Pad on the right"),
+        ("4-d mask", r"ranks \[0, 1\]: attention_mask is not a \[batch, rows of this rank\] mask"),
         ("lengths", r"different shapes: batch \[1, 1\], rows \[16, 15\] by rank"),
         ("batches", r"different shapes: batch \[1, 2\]"),
         ("swapped", r"position_ids start at \[16, 0\] by rank.*out of order"),
@@ -711,7 +711,7 @@ def bad_inputs():
             "labels",
             r"LlamaForCausalLM was called with labels, which it would shift .*last label of every shard is lost",
         ),
-        ("packed kwargs", r"cu_seq_lens_q = a tensor of shape \(3,\), which UPipe does not support"),
+        ("packed kwargs", r"cu_seq_lens are not the boundaries of the documents that position_ids show"),
     ],
 )
 def test_bad_input_is_refused_on_every_rank_alike(bad_inputs, case, message):

@@ -19,6 +19,8 @@ DOORS = (
     "settings.py",
     "group.py",
     "guard.py",
+    "shards.py",
+    "stock.py",
     "options.py",
     "patches.py",
     "specs.py",

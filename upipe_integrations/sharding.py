@@ -136,16 +136,28 @@ def documents_from_positions(
         ValueError: positions jump to another than 0, as they do when shards are out of order; on every rank
             alike.
     """
-    whole = (layout or Layout()).collect(gather_over_group(position_ids, group), 1)
-    begins = _begins_document(whole)
-    if bool((whole[begins] != 0).any()):
+    return documents_in((layout or Layout()).collect(gather_over_group(position_ids, group), 1))
+
+
+def documents_in(position_ids: Tensor, padding: Tensor | None = None) -> tuple[tuple[int, ...], ...] | None:
+    """:func:`documents_from_positions` of whole sequences, `[B, S]`.
+
+    Args:
+        position_ids: the positions of all tokens.
+        padding: `[B, S]`, True at tokens that nobody looks at: whatever their positions, they go on with the document
+            before them. None is no padding.
+    """
+    begins = _begins_document(position_ids)
+    real = torch.ones_like(begins) if padding is None else ~padding
+    begins[:, 1:] &= real[:, 1:]
+    if bool((position_ids[begins & real] != 0).any()):
         raise ValueError(
-            f"position_ids jump to {whole[begins].unique().tolist()}: a packed document must start at 0. Check that "
-            "the shards are in order and that positions are counted per document."
+            f"position_ids jump to {position_ids[begins & real].unique().tolist()}: a packed document must start at 0. "
+            "Check that the shards are in order and that positions are counted per document."
         )
     if int(begins.sum()) == begins.shape[0]:
         return None
-    S = whole.shape[1]
+    S = position_ids.shape[1]
     return tuple((*row.nonzero().flatten().tolist(), S) for row in begins)
 
 
@@ -221,7 +233,7 @@ class _SequenceSums(torch.autograd.Function):
 def _check_same_batch(batch: Mapping[str, Tensor], group: Group) -> None:
     device = next(iter(batch.values())).device
     form = zlib.crc32(repr([(name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()]).encode())
-    content = sum(_digest(t) for t in batch.values()) % (1 << 62)
+    content = sum(int(content_digest(t)) for t in batch.values()) % (1 << 62)
     by_rank = gather_integers([form, content], group, device)
     differing = [r for r, said in enumerate(by_rank) if said != by_rank[0]]
     if differing:
@@ -232,9 +244,10 @@ def _check_same_batch(batch: Mapping[str, Tensor], group: Group) -> None:
         )
 
 
-def _digest(tensor: Tensor) -> int:
-    """A number that depends on every value and its place."""
+def content_digest(tensor: Tensor) -> Tensor:
+    """A number that depends on every value and its place: an integer tensor without dimensions, on the same device."""
     values = tensor.detach().flatten()
-    integers = values.view(torch.int32).long() if values.dtype == torch.float32 else values.to(torch.int64)
-    places = torch.arange(1, integers.numel() + 1, device=integers.device)
-    return int((integers * (places * 2654435761 % 1000003)).sum())
+    if values.is_floating_point():
+        values = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize])
+    places = torch.arange(1, values.numel() + 1, device=values.device)
+    return (values.long() * (places * 2654435761 % 1000003)).sum()

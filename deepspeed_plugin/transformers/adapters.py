@@ -52,15 +52,28 @@ def is_unmodified(layer: nn.Module) -> bool:
     That is a plain linear layer without adapters, a forward put in its place, or hooks; but for DeepSpeed's, which
     ZeRO-3 and its profiler put on every module and which are not about what it computes.
     """
-    if not _is_plain(layer) or "forward" in vars(layer) or _weight_refusal(layer) is not None:
-        return False
-    hooks = (
-        *layer._forward_pre_hooks.values(),
-        *layer._forward_hooks.values(),
-        *layer._backward_pre_hooks.values(),
-        *layer._backward_hooks.values(),
-    )
-    return all(_package(hook) == "deepspeed" for hook in hooks)
+    return _is_plain(layer) and hooked_refusal(layer) is None and _weight_refusal(layer) is None
+
+
+def hooked_refusal(layer: Any) -> str | None:
+    """Why what calling `layer` would do is not what its class does, and what to do about it; None where it is.
+
+    Hooks of DeepSpeed and PEFT aside: those are not about what is computed, or are looked at by themselves.
+    """
+    for module in (layer, layer.base_layer) if _is_lora(layer) else (layer,):
+        if "forward" in vars(module):
+            return "has a forward that was put in its place, which would not run. Remove it"
+        hooks = (
+            *module._forward_pre_hooks.values(),
+            *module._forward_hooks.values(),
+            *module._backward_pre_hooks.values(),
+            *module._backward_hooks.values(),
+        )
+        foreign = [hook for hook in hooks if _package(hook) not in ("deepspeed", "peft")]
+        if foreign:
+            name = getattr(foreign[0], "__qualname__", type(foreign[0]).__name__)
+            return f"has a hook ({name}), which would not run, as the layer is read and not called. Remove it"
+    return None
 
 
 def base_linear(layer: Any) -> nn.Linear:

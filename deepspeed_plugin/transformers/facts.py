@@ -5,6 +5,7 @@ Shapes: B batch, L rows of the sequence on this rank, E hidden size, D head size
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import sys
@@ -19,6 +20,7 @@ from deepspeed_plugin.transformers.adapters import (
     active_adapters,
     base_linear,
     class_name,
+    hooked_refusal,
     read_refusal,
     read_weights,
     whole_shape,
@@ -49,6 +51,10 @@ class AttentionFacts:
     rotates: bool
     rotary: ModuleRotary | None
     """The module's own rotary function; None where the layer has none, or one that is ``RotateHalf``."""
+
+    def now(self, reader: AttentionReader) -> AttentionFacts:
+        """These facts with what may be set on a module, or its configuration, at any time, as it is now."""
+        return dataclasses.replace(self, **_changeable(reader))
 
     def spec(self, documents: tuple[tuple[int, ...], ...] | None = None) -> AttentionSpec:
         """What the layer computes."""
@@ -130,6 +136,12 @@ def find_attention(model: nn.Module) -> dict[str, nn.Module]:
     if kinds:
         reasons.append(f"layers of type {', '.join(kinds)}")
     remedy = "docs/families.md lists what is served. Remove the 'upipe' key to train this model with plain Ulysses."
+    if others.keys() & {_RECURRENT} or kinds:
+        remedy = (
+            "docs/families.md lists what is served. Remove the 'upipe' key and the sequence parallelism (the mpu, "
+            "sequence_parallel_size): plain Ulysses would train this model to wrong gradients, as it exchanges nothing "
+            "in such layers."
+        )
     if reasons:
         raise ValueError(
             f"upipe: {type(model).__name__} has attention that UPipe does not serve: {'; '.join(reasons)}. {remedy}"
@@ -159,11 +171,14 @@ def _looks_like_attention(module: nn.Module) -> bool:
     return holds_projections or named_so
 
 
+_RECURRENT = "its state runs along the sequence, from rank to rank"
+
+
 def _unserved_reason(module: nn.Module) -> str:
     """Why attention of a class that is not in the table is not served, from what its class shows."""
     name = type(module).__name__.lower()
     if any(word in name for word in ("mamba", "delta", "lightning", "recurrent", "rwkv", "mixer")):
-        return "its state runs along the sequence, from rank to rank"
+        return _RECURRENT
     if _has_any(module, "is_kv_shared_layer", "kv_shared_layer_index", "kv_shared_layers"):
         return "layers share keys and values"
     if "cross" in name:
@@ -192,13 +207,12 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
     head_dim: int = reader.value(family.head_dim)
     value_dim: int = head_dim if family.value_dim is None else reader.value(family.value_dim)
     check_projections(where, reader, mode)
-    _check_settings(where, module, family)
+    check_settings(where, module, family)
     _check_mode(where, family, head_dim, value_dim, mode)
     heads, kv_heads = _head_counts(reader, head_dim)
     for norm_name, norm, normed_heads in zip(family.norms, reader.norms, (heads, kv_heads), strict=True):
         _check_norm(f"{where}.{norm_name}", norm, head_dim * (normed_heads if family.whole_norms else 1))
     rotates = family.rotates(module)
-    window = family.window(module)
     return AttentionFacts(
         class_name=type(module).__name__,
         family=family,
@@ -207,17 +221,29 @@ def attention_facts(name: str, module: nn.Module, device: torch.device, mode: Mo
         head_dim=head_dim,
         value_dim=value_dim,
         hidden_size=reader.value("config").hidden_size,
-        scale=reader.value(family.scale),
-        window=int(window) if window else None,
-        softcap=reader.value(family.softcap),
+        **_changeable(reader),
         sinks=reader.sinks is not None,
         rotates=rotates,
         rotary=_own_rotary(reader, head_dim, device) if rotates else None,
     )
 
 
-def _check_settings(where: str, module: Any, family: Family) -> None:
-    """Raise ValueError where the module, or its configuration, has something that no kernel is asked for."""
+def _changeable(reader: AttentionReader) -> dict[str, Any]:
+    """Fields of :class:`AttentionFacts` that the class reads in every forward."""
+    family = reader.family
+    window = family.window(reader.module)
+    return {
+        "scale": reader.value(family.scale),
+        "window": int(window) if window else None,
+        "softcap": reader.value(family.softcap),
+    }
+
+
+def check_settings(where: str, module: Any, family: Family) -> None:
+    """Raise ValueError where the module, or its configuration, has something that no kernel is asked for.
+
+    Asked when UPipe is put in and in every forward, as the classes read these settings in every forward.
+    """
     config = module.config
     for key in ("attention_dropout", "attn_dropout"):
         rate = getattr(module, key, getattr(config, key, 0.0))
@@ -232,7 +258,7 @@ def _check_settings(where: str, module: Any, family: Family) -> None:
         "sinks": family.sinks is None and getattr(module, "sinks", None) is not None,
         "alibi": bool(getattr(config, "alibi", False)),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
-        "is_causal = False": getattr(module, "is_causal", True) is False,
+        "is_causal = False": getattr(module, "is_causal", True) is False or getattr(config, "is_causal", True) is False,
     }
     for what, is_set in unsupported.items():
         if is_set:
@@ -281,7 +307,7 @@ def check_projections(where: str, reader: AttentionReader, mode: Mode) -> None:
     """Raise ValueError unless what is read directly is what :mod:`deepspeed_plugin.transformers.adapters` can read."""
     family = reader.family
     for name, layer in reader.layers_read(mode).items():
-        reason, is_output = read_refusal(name, layer), name == family.output
+        reason, is_output = read_refusal(name, layer) or hooked_refusal(layer), name == family.output
         if reason is None and is_output and active_adapters(layer):
             reason = f"has an adapter, which has no place in the stage loop of upipe.memory = {mode.memory!r}. Merge it"
         if reason is None and family.latent is not None and active_adapters(layer):
@@ -293,6 +319,9 @@ def check_projections(where: str, reader: AttentionReader, mode: Mode) -> None:
             other = ", or set upipe.memory to 'recompute'" if is_output else ""
             raise ValueError(f"upipe: {where}.{name} {reason}{other}, or remove the 'upipe' key.")
     for name, norm in zip(family.norms, reader.norms, strict=True):
+        reason = None if norm is None else hooked_refusal(norm)
+        if reason is not None:
+            raise ValueError(f"upipe: {where}.{name} {reason}, or remove the 'upipe' key.")
         if norm is not None and any("." in inner for inner, _ in norm.named_parameters()):
             raise ValueError(
                 f"upipe: {where}.{name} is a {class_name(norm)} with modules inside: "

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_plugin.group import SequenceGroup
+from deepspeed_plugin.shards import is_shard
 from deepspeed_plugin.transformers.adapters import base_linear, low_rank_input
-from deepspeed_plugin.transformers.facts import AttentionFacts, check_projections
+from deepspeed_plugin.transformers.facts import AttentionFacts, check_projections, check_settings
 from deepspeed_plugin.transformers.latent import latent_projections
 from deepspeed_plugin.transformers.norms import norm_over_heads
 from deepspeed_plugin.transformers.reader import AttentionReader
@@ -139,7 +140,7 @@ class StagedAttention(nn.Module):
         tables = None
         if facts.rotates and cos is not None and sin is not None:
             tables = (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if family.half_tables else (cos, sin)
-        spec = facts.spec(documents)
+        spec = facts.now(reader).spec(documents)
         sinks = reader.sinks
         dtype = compute_dtype(hidden_states)
         request = facts.kernel_request(hidden_states.device, dtype, spec)
@@ -219,6 +220,11 @@ def _scaled_tables(tables: tuple[Tensor, Tensor] | None, factor: Tensor | None) 
     return cos, sin
 
 
+def is_left_alone(module: nn.Module, position_ids: Any, settings: LayerSettings) -> bool:
+    """Whether a call of `module` is evaluation that is left to the model itself: of a batch not known to be a shard."""
+    return settings.disabled_in_eval and not module.training and not is_shard(position_ids)
+
+
 _DOCUMENTS = "_upipe_documents"
 
 
@@ -291,7 +297,7 @@ def attention_forward(
     """
     child = attention.get_submodule(CHILD)
     assert isinstance(child, StagedAttention)
-    if child.settings.disabled_in_eval and not attention.training:
+    if is_left_alone(attention, options.get("position_ids"), child.settings):
         # Of these three names for a cache a module knows one.
         caches = {"cache": cache, "past_key_values": past_key_values, "layer_past": layer_past}
         original: tuple[Tensor, None] = type(attention).forward(
@@ -309,6 +315,7 @@ def attention_forward(
             f"upipe: {type(attention).__name__} was called without position_embeddings. Call it through its model."
         )
     family, reader = child.facts.family, child.reader
+    check_settings(child.facts.class_name, attention, family)
     check_projections(child.facts.class_name, reader, child.settings.config.mode)
     documents = recall_documents(options.get("position_ids"), child.settings.group)
     by_layer = {name: low_rank_input(layer, hidden_states) for name, layer in reader.input_layers().items()}
@@ -341,7 +348,8 @@ def _positions(attention: nn.Module, options: dict[str, Any]) -> Tensor:
 
 def _refuse_options(class_name: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
-        if name in _HARMLESS or value is None or value is False or (name == "is_causal" and value is True):
+        harmless = value is True if name == "is_causal" else value is False
+        if name in _HARMLESS or value is None or harmless:
             continue
         raise ValueError(
             f"upipe: {class_name} was called with {name} = {_short(value)}, which UPipe does not support. Leave {name} "

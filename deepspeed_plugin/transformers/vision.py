@@ -29,20 +29,35 @@ def attend_locally(attention: Any, registered: Mapping[str, Any]) -> bool:
     ulysses = registered.get(name)
     if ulysses is None:
         return False
-    local = _WithFunction(name, ulysses.attn)
+    local = _WithFunction(name, ulysses.attn, vars(attention).get("forward"))
     attention.forward = types.MethodType(local, attention)
     return True
 
 
+def attend_as_before(attention: Any) -> None:
+    """Undo :func:`attend_locally`, whatever forward the module had."""
+    local: _WithFunction = attention.forward.__func__
+    del attention.forward
+    if local.before is not None:
+        attention.forward = local.before
+
+
 @dataclass(frozen=True)
 class _WithFunction:
-    """The forward of a module's class, run while `function` is registered as the attention called `name`."""
+    """A module's forward, run while `function` is registered as the attention called `name`.
+
+    Args:
+        before: the module's own forward in the place of its class's; None where it has none.
+    """
 
     name: str
     function: Callable[..., Any]
+    before: Callable[..., Any] | None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _registered(self.name, self.function):
+            if self.before is not None:
+                return self.before(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
 
