@@ -103,6 +103,8 @@ class ShardGuard(_Guard):
         self._check_blocks(tokens.shape[1])
         positions = given[0] if given.dim() == _COMPONENTS else given  # [B or 1, L], also of [4, B, L]
         documents = find_documents(verdict, positions, mask, tokens, group)
+        if verdict.masked:
+            self._check_balance(module, options)
         if verdict.at_shards and not self._warned:
             self._warned = True
             _logger.warning(
@@ -122,6 +124,15 @@ class ShardGuard(_Guard):
             # From plain positions alone the model would hand none on to its layers: [B, L] -> [4, B, L]
             changes["position_ids"] = positions.expand(WITH_COMPONENTS, *positions.shape)
         return _changed(args, kwargs, list(arguments), changes) if changes else None
+
+    def _check_balance(self, module: nn.Module, options: dict[str, Any]) -> None:
+        on = options.get("output_router_logits")
+        if on or (on is None and getattr(module.config, "output_router_logits", False)):
+            raise ValueError(
+                "upipe: output_router_logits = True with an attention_mask that hides tokens: the balance of the "
+                "routers leaves those out, which is not supported. Set output_router_logits = False, or pack documents in "
+                "the place of padding."
+            )
 
     def _check_blocks(self, rows: int) -> None:
         blocks = self._settings.config.mode.query_blocks
@@ -145,8 +156,8 @@ class ShardGuard(_Guard):
                 "upipe: evaluation is left to the model itself (Ulysses is registered with disable_in_eval=True), but "
                 f"position_ids start at {first} on rank {group.rank} of {group.ranks}: this is a shard, and would be "
                 "attended alone. Evaluate whole batches, the same on every rank, with a data loader that is not "
-                "sharded (Accelerate: do not pass it to prepare()), or shard it with UlyssesSPDataLoaderAdapter, which is "
-                "recognised."
+                "sharded (Accelerate: do not pass it to prepare()), or shard it with UlyssesSPDataLoaderAdapter, which "
+                "is recognised."
             )
 
 

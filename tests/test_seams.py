@@ -408,6 +408,163 @@ def test_what_would_be_wrong_is_refused_on_every_rank_alike():
             raise ValueError(f"{message}" if message != "accepted" else f"{case}: accepted")
 
 
+# ---------------------------------------------------------------- remedies
+
+
+def _remedies() -> dict[str, tuple[str, float]]:
+    """What a refusal says, and the error against one process of the run that does what it says, by case."""
+    import deepspeed_plugin
+
+    batch, positions = make_batch(seq=32), torch.arange(32)[None]
+    given = {"input_ids": shard(batch["input_ids"]), "position_ids": shard(positions), "use_cache": False}
+    wanted = _one_process(make_model("llama"), batch, position_ids=positions)
+    results = {}
+
+    def after(case: str, change, remedy) -> None:
+        """`change` is refused at setup and later; after `remedy` the run is right, both times."""
+        model = make_model("llama")
+        undo = change(model)
+        message = _message(lambda: attached(model, 4, dist.group.WORLD))
+        remedy(model, undo)
+        with _upipe(model):
+            errors = [max(worst(_on_ranks(model, batch, positions), wanted).values())]
+            undo = change(model)
+            assert _message(lambda: model(**given)) != "accepted", case
+            remedy(model, undo)
+            errors.append(max(worst(_on_ranks(model, batch, positions), wanted).values()))
+        results[case] = (message, max(errors))
+
+    def patched(model):
+        attention = _attention(model)
+        before = vars(attention).get("forward")
+        attention.forward = types.MethodType(_own_forward, attention)
+        return before
+
+    def unpatched(model, before):
+        del _attention(model).forward
+        if before is not None:
+            _attention(model).forward = before
+
+    with _registered("mine", _own_attention):
+        after("function", lambda m: m.set_attn_implementation("mine"), lambda m, _: m.set_attn_implementation("sdpa"))
+    after("forward", patched, unpatched)
+    after("hook", lambda m: _attention(m).k_proj.register_forward_hook(_hook), lambda m, handle: handle.remove())
+    after(
+        "dropout",
+        lambda m: setattr(_attention(m), "attention_dropout", 0.1),
+        lambda m, _: setattr(_attention(m), "attention_dropout", 0.0),
+    )
+
+    def instead(case: str, wrong: dict, right: dict, **settings) -> None:
+        """Arguments that are refused by a forward, and others in their place."""
+        model = make_model("llama")
+        with _upipe(model, **settings):
+            message = _message(lambda: model(**{**given, **wrong}))
+            wanted_here = _one_process_of(right)
+            got = _on_ranks(model, right["batch"], right["positions"], **right.get("inputs", {}))
+        results[case] = (message, max(worst(got, wanted_here).values()))
+
+    def _one_process_of(right: dict) -> Tensors:
+        return _one_process(make_model("llama"), right["batch"], position_ids=right["positions"])
+
+    plain = {"batch": batch, "positions": positions}
+    left = torch.ones(1, 32, dtype=torch.long)
+    left[:, :5] = 0
+    on_the_right, mask = _padded(make_batch(seq=32), (27,))
+    instead(
+        "left padding",
+        {"attention_mask": shard(left)},
+        {"batch": on_the_right, "positions": positions, "inputs": {"attention_mask": mask}},
+    )
+    instead("no positions", {"position_ids": None}, plain)
+    instead("unsharded", {"input_ids": batch["input_ids"], "position_ids": positions}, plain)
+    instead("attentions", {"output_attentions": True}, plain)
+    instead("logits_to_keep", {"logits_to_keep": 2}, plain)
+    instead("not causal", {"is_causal": False}, plain)
+    instead("lengths", {"cu_seq_lens_q": torch.tensor([0, 20, 32])}, plain)
+    odd = {"input_ids": shard(make_batch(seq=36)["input_ids"]), "position_ids": shard(torch.arange(36)[None])}
+    even = {"batch": make_batch(seq=40), "positions": torch.arange(40)[None]}  # the next multiple of 8
+    instead("query_blocks", odd, even, memory="blocks")
+
+    # Labels of a causal model, and of one that classifies tokens.
+    ids = batch["input_ids"]
+    for case, kind, shifted in (("labels", "LlamaForCausalLM", True), ("tokens", "LlamaForTokenClassification", False)):
+        fields = {**make_model("llama").config.to_dict(), "num_labels": 5, "classifier_dropout": 0.0}
+        config = transformers.LlamaConfig(**fields)
+        torch.manual_seed(0)
+        model = getattr(transformers, kind)(config)
+        labels = ids if shifted else ids % 5
+        loss = model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss
+        loss.backward()
+        one = {"loss": loss.detach(), **_gradients(model)}
+        model.zero_grad(set_to_none=True)
+        with _upipe(model):
+            message = _message(lambda model=model, labels=labels: model(**given, labels=shard(labels)))
+            logits = model(**given).logits
+            targets = shard(torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) if shifted else labels)
+            engine = types.SimpleNamespace(
+                zero_optimization_stage=lambda: 0,
+                sequence_parallel_size=2,
+                seq_parallel_group=dist.group.WORLD,
+                module=model,
+            )
+            share = deepspeed_plugin.sequence_parallel_loss(engine, logits, targets)
+            share.backward()
+            got = {"loss": share.detach(), **_gradients(model)}
+            for t in got.values():
+                dist.all_reduce(t)
+        results[case] = (message, max(worst(got, one).values()))
+
+    # A head that makes one result of a sequence: the model without it, and the head where its row is.
+    config = transformers.LlamaConfig(**{**make_model("llama").config.to_dict(), "num_labels": 3, "pad_token_id": 0})
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(config)
+    target, no_padding = torch.tensor([1]), ids.clamp(min=1)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=no_padding, use_cache=False).logits, target)
+    loss.backward()
+    one = {"loss": loss.detach(), **_gradients(model)}
+    model.zero_grad(set_to_none=True)
+    message = _message(lambda: attached(model, 4, dist.group.WORLD))
+    with _upipe(model.model):
+        hidden = model.model(**{**given, "input_ids": shard(no_padding)}).last_hidden_state
+        last = dist.get_rank() == dist.get_world_size() - 1
+        share = torch.nn.functional.cross_entropy(model.score(hidden[:, -1]), target) * float(last)
+        share.backward()
+        got = {"loss": share.detach(), **_gradients(model)}
+        for t in got.values():
+            dist.all_reduce(t)
+    results["one result"] = (message, max(worst(got, one).values()))
+    return results
+
+
+_REMEDIES = {
+    "function": r"Set attn_implementation to 'sdpa'",
+    "forward": r"Remove it",
+    "hook": r"Remove it",
+    "dropout": r"Set the model config's attention_dropout to 0\.0",
+    "left padding": r"Pad on the right",
+    "no positions": r"pass global ones",
+    "unsharded": r"Shard the batch with its global position_ids",
+    "attentions": r"Leave output_attentions out",
+    "logits_to_keep": r"Leave it out",
+    "not causal": r"Leave is_causal out",
+    "lengths": r"leave cu_seq_lens and max_length out",
+    "query_blocks": r"pad the sequence to a multiple of 8 before sharding",
+    "labels": r"Shift labels before they are sharded.*sequence_parallel_loss\(engine, logits, shift_labels\)",
+    "tokens": r"sequence_parallel_loss\(engine, logits, labels\) with this rank's rows of the labels",
+    "one result": r"its base model, with a head of your own on the rows of the rank that has the token",
+}
+
+
+def test_what_a_refusal_advises_ends_in_a_right_run():
+    for results in run_ranks(2, _remedies):
+        assert results.keys() == _REMEDIES.keys()
+        for case, (message, error) in results.items():
+            with pytest.raises(ValueError, match=_REMEDIES[case]):
+                raise ValueError(message)
+            assert error < 2e-5, case
+
+
 # ---------------------------------------------------------------- evaluation, and ranks that are alone
 
 
