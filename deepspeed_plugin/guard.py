@@ -130,8 +130,8 @@ class ShardGuard(_Guard):
         if on or (on is None and getattr(module.config, "output_router_logits", False)):
             raise ValueError(
                 "upipe: output_router_logits = True with an attention_mask that hides tokens: the balance of the "
-                "routers leaves those out, which is not supported. Set output_router_logits = False, or pack documents in "
-                "the place of padding."
+                "routers leaves those out, which is not supported. Set output_router_logits = False, or pack documents "
+                "in the place of padding."
             )
 
     def _check_blocks(self, rows: int) -> None:
