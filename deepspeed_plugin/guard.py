@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.losses.balance import adds_balance
 from deepspeed_plugin.shards import LENGTHS, WITH_COMPONENTS, Shard, agree, find_documents
 from deepspeed_plugin.transformers.layer import LayerSettings, is_left_alone, remember_documents
 from deepspeed_plugin.transformers.lengths import LargestPosition
@@ -218,7 +219,16 @@ class LabelGuard(_Guard):
                 "shard, not of the sequence. Leave it out, and take the rows you need by their positions; "
                 "deepspeed_plugin.tiled_sequence_parallel_loss never holds the logits of all rows."
             )
-        if options.get("labels") is None or options.get("shift_labels") is not None:
+        if options.get("labels") is None:
+            return
+        if options.get("shift_labels") is not None:
+            if adds_balance(module):
+                raise ValueError(
+                    f"upipe: output_router_logits = True: {name} was called with labels, and would add the balance "
+                    "loss of this rank's rows alone (as in Transformers' Trainer). Set output_router_logits = False, "
+                    "or train in a loop of your own with deepspeed_plugin.sequence_parallel_loss(engine, output, "
+                    "shift_labels), which balances the whole sequence."
+                )
             return
         if name.endswith("ForTokenClassification"):
             raise ValueError(

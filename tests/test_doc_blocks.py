@@ -165,10 +165,12 @@ def _readme() -> list[float]:
         "inputs": {"input_ids": shard(batch["input_ids"]), "position_ids": shard(positions[None])},
     }
     (script,) = (b for b in blocks("python", "README.md") if _needs_ranks(b.text))
-    (losses,) = blocks("python", "docs/losses.md")
     exec(script.compiled({"sequence_parallel_size=8": "sequence_parallel_size=2"}), names)
     assert names["engine"].upipe is not None
-    exec(losses.compiled(), names)
+    given = names["inputs"]
+    names |= {"input_ids": given["input_ids"], "position_ids": given["position_ids"]}
+    for losses in blocks("python", "docs/losses.md"):
+        exec(losses.compiled(), names)
     return [float(names["loss"].detach()), *names["scores"].tolist()]
 
 

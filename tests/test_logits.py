@@ -288,6 +288,7 @@ def _refused() -> dict[str, str]:
         elif name == "router":
             model = make_model("mixtral")
             inputs["output_router_logits"] = True
+            sys.modules[type(model).__module__].load_balancing_loss_func = lambda logits, *rest: logits[0].sum()
         change(model)
         try:
             tiled_sequence_parallel_loss(Engine(model), inputs, batch["labels"], **how)
@@ -310,6 +311,6 @@ def test_what_is_not_known_is_refused_by_name():
         "tiles of liger": "Liger chooses its tiles; leave it out",
         "old liger": "has no accum_dtype, bias, ignore_index, reduction, softcap in",
         "liger, scale": "CohereForCausalLM does mul, 0.25 to its logits, and Liger knows a softcap alone",
-        "router": "output_router_logits = True: MixtralForCausalLM adds a load-balancing loss",
+        "router": "output_router_logits = True: the balance loss of MixtralForCausalLM is not the one that is served",
     }.items():
         assert re.search(message, results[name]), (name, results[name])

@@ -1,8 +1,8 @@
 """Losses whose gradients are those of one process at every ZeRO stage, whole or without whole logits.
 
-DeepSpeed sums gradients over sequence-parallel ranks at ZeRO 0, 1 and 2 and averages them at ZeRO-3 (with
-its default ``reduce_scatter``). A loss that is right for one is off by the number of ranks for the other;
-Adam hides it, gradient clipping and logged norms do not.
+With its defaults DeepSpeed sums gradients over sequence-parallel ranks at ZeRO 0, 1 and 2 and averages them at ZeRO-3
+(:mod:`deepspeed_plugin.losses.reduction` has all cases). A loss that is right for one is off by the number of ranks for
+the other; Adam hides it, gradient clipping and logged norms do not.
 
 The tiled forms run the model with its output head replaced, for that call, by one that gives log-probabilities
 of the targets. The head's weight is read inside the head's own call, so that ZeRO-3 gathers it once in forward
@@ -21,7 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from deepspeed_plugin.losses.balance import adds_balance, balance_share
 from deepspeed_plugin.losses.logits import LogitsFunction, RecordedLogits, head_logits, logits_function
+from deepspeed_plugin.losses.reduction import gradient_factor
 from upipe_integrations.all_to_all import sum_over_group
 from upipe_integrations.sharding import IGNORED, count_labels, sequence_sums, summed_token_loss
 from upipe_integrations.tiled_loss import TILE_ROWS, token_log_probs
@@ -32,7 +34,7 @@ TiledKernel = Literal["torch", "liger"]
 
 def sequence_parallel_loss(
     engine: Any,
-    logits: Tensor,
+    logits: Any,
     shift_labels: Tensor,
     *,
     reduction: Reduction = "mean",
@@ -42,7 +44,10 @@ def sequence_parallel_loss(
 
     Args:
         engine: the DeepSpeed engine (UPipe or plain Ulysses).
-        logits: `[B, L, vocabulary]` of this rank's rows.
+        logits: `[B, L, vocabulary]` of this rank's rows; or the model's whole output, which has them. Where the model
+            adds a balance loss of its routers (``output_router_logits``) it must be the output: this rank's share of
+            the balance over the whole sequence is added, as it is, whatever `reduction` and `step_tokens`; DeepSpeed
+            averages it over micro-batches.
         shift_labels: `[B, L]` next-token targets as ``UlyssesSPDataLoaderAdapter`` and ``shard_batch`` give
             them; -100 is not counted, and a rank may have none.
         reduction: ``mean`` over the group's labelled tokens, or ``sum``. DeepSpeed then averages over
@@ -52,8 +57,22 @@ def sequence_parallel_loss(
 
     Returns:
         A scalar, this rank's share. To log the group's loss, use :func:`group_mean_loss`.
+
+    Raises:
+        ValueError: the model adds a balance loss and `logits` is not its output, or its balance is not known; or
+            DeepSpeed's settings are such that no loss is right, see :func:`gradient_factor`.
     """
-    return _reduced(engine, summed_token_loss(logits, shift_labels), shift_labels, reduction, step_tokens)
+    balance, whole = None, logits
+    if not isinstance(logits, Tensor):
+        balance, whole = balance_share(engine.module, logits, _group(engine)), logits.logits
+    elif adds_balance(engine.module):
+        raise ValueError(
+            f"output_router_logits = True: {type(engine.module).__name__} adds a balance loss of its routers to its "
+            "own, which logits alone do not give. Pass the model's whole output in the place of logits, or set "
+            "output_router_logits = False."
+        )
+    total = summed_token_loss(whole, shift_labels)
+    return _reduced(engine, total, shift_labels, reduction, step_tokens, balance)
 
 
 def tiled_sequence_parallel_loss(
@@ -81,24 +100,25 @@ def tiled_sequence_parallel_loss(
 
     Raises:
         ValueError: the head is not a plain linear layer, the model does something to its logits that can't be done
-            by rows, or that `kernel` does not know, or adds a loss of its routers; or shapes do not fit.
+            by rows, or that `kernel` does not know; shapes do not fit; or as above.
         ImportError: liger-kernel is asked for and missing.
     """
     _check_reduction(reduction)
     if kernel == "torch":
         rows = TILE_ROWS if tile_rows is None else tile_rows
-        log_probs = target_log_probs(engine, inputs, shift_labels, tile_rows=rows)
+        log_probs, output = _log_probs_and_output(engine, inputs, shift_labels, rows)
     elif kernel != "liger":
         raise ValueError(f'kernel = {kernel!r}: must be "torch" or "liger".')
     elif tile_rows is not None:
         raise ValueError(f'tile_rows = {tile_rows} with kernel = "liger": Liger chooses its tiles; leave it out.')
     else:
-        log_probs = _summed_log_probs_by_liger(engine, inputs, shift_labels)
-    return _reduced(engine, -log_probs.sum(), shift_labels, reduction, step_tokens)
+        log_probs, output = _summed_log_probs_by_liger(engine, inputs, shift_labels)
+    balance = balance_share(engine.module, output, _group(engine))
+    return _reduced(engine, -log_probs.sum(), shift_labels, reduction, step_tokens, balance)
 
 
-def _summed_log_probs_by_liger(engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor) -> Tensor:
-    """A scalar: the sum of the log-probabilities of this rank's targets."""
+def _summed_log_probs_by_liger(engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor) -> tuple[Tensor, Any]:
+    """A scalar, the sum of the log-probabilities of this rank's targets; and the model's output."""
     cross_entropy = _liger_cross_entropy()
 
     def compute(hidden: Tensor, head: nn.Linear, applied: LogitsFunction) -> Tensor:
@@ -165,6 +185,19 @@ def target_log_probs(
     engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor, *, tile_rows: int = TILE_ROWS
 ) -> Tensor:
     """`[B, L]` log-probabilities of this rank's targets, 0 where there are none: what the tiled forms sum."""
+    log_probs, output = _log_probs_and_output(engine, inputs, shift_labels, tile_rows)
+    if getattr(output, "aux_loss", None) is not None:
+        raise ValueError(
+            f"output_router_logits = True: {type(engine.module).__name__} adds a load-balancing loss to its own, which "
+            "log-probabilities leave out. Set output_router_logits = False, or use tiled_sequence_parallel_loss."
+        )
+    return log_probs
+
+
+def _log_probs_and_output(
+    engine: Any, inputs: Mapping[str, Any], shift_labels: Tensor, tile_rows: int
+) -> tuple[Tensor, Any]:
+    """:func:`target_log_probs`, and the model's output."""
 
     def compute(hidden: Tensor, head: nn.Linear, applied: LogitsFunction) -> Tensor:
         return token_log_probs(
@@ -172,12 +205,6 @@ def target_log_probs(
         )
 
     return _run_with_head(engine, inputs, shift_labels, compute)
-
-
-def gradient_factor(engine: Any) -> int:
-    """What this rank's share of the loss is multiplied by so that reduced gradients are those of one process."""
-    averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
-    return int(engine.sequence_parallel_size) if averaged else 1
 
 
 def group_mean_loss(engine: Any, loss: Tensor) -> Tensor:
@@ -197,9 +224,14 @@ def labelled_tokens(engine: Any, shift_labels: Iterable[Tensor]) -> Tensor:
 
 
 def _reduced(
-    engine: Any, total: Tensor, shift_labels: Tensor, reduction: Reduction, step_tokens: Tensor | int | None
+    engine: Any,
+    total: Tensor,
+    shift_labels: Tensor,
+    reduction: Reduction,
+    step_tokens: Tensor | int | None,
+    balance: Tensor | None,
 ) -> Tensor:
-    """This rank's share of the loss from `total`, its sum over this rank's tokens; a scalar."""
+    """This rank's share of the loss from `total`, its sum over this rank's tokens, and of the balance; a scalar."""
     _check_reduction(reduction)
     if step_tokens is None:
         share = total if reduction == "sum" else total / count_labels(shift_labels, _group(engine)).clamp(min=1)
@@ -209,6 +241,8 @@ def _reduced(
         replicas = engine.seq_dp_world_size // engine.sequence_parallel_size
         averaged = engine.gradient_accumulation_steps() * replicas  # DeepSpeed divides by it
         share = total * averaged / torch.as_tensor(step_tokens, device=total.device).clamp(min=1)
+    if balance is not None:
+        share = share + balance.to(share.device)
     return share * gradient_factor(engine)
 
 
@@ -224,8 +258,9 @@ def _run_with_head(
     compute: Callable[[Tensor, nn.Linear, LogitsFunction], Tensor],
     *,
     only_softcap: bool = False,
-) -> Tensor:
-    """The result of ``compute(hidden, head, applied)``, called in the place of the output head in the engine's forward.
+) -> tuple[Tensor, Any]:
+    """The result of ``compute(hidden, head, applied)``, called in the place of the output head in the engine's forward;
+    and what that forward returned.
 
     Args:
         engine, inputs, shift_labels: as above.
@@ -249,13 +284,8 @@ def _run_with_head(
             f"show (done: {recorded}; shown: {expected}): a tiled loss would not be the "
             "model's. Use sequence_parallel_loss."
         )
-    if getattr(output, "aux_loss", None) is not None:
-        raise ValueError(
-            f"output_router_logits = True: {name} adds a load-balancing loss to its own. A rank's rows alone don't "
-            "give it, and a loss of logits or log-probabilities leaves it out. Set output_router_logits = False."
-        )
     result: Tensor = logits.as_subclass(Tensor)
-    return result
+    return result, output
 
 
 @contextmanager
