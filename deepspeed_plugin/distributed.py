@@ -1,8 +1,9 @@
 """DeepSpeed's ``DistributedAttention`` in stages of a few heads, around the same local attention.
 
 The local attention is the user's: any callable. A stage's call of it is not kept but made again in backward, so it
-must be repeatable, treat heads alike, and have nothing else to give a gradient to; what can be checked of that is,
-the first time a stage is repeated. Random numbers (dropout) are drawn again as they were.
+must be repeatable, treat heads alike, and have nothing else to give a gradient to; what can be checked of that is, by
+calling it twice on made-up heads before a module's first exchange, so that all ranks know what any of them found.
+Random numbers (dropout) are drawn again as they were.
 
 Shapes: L rows of the sequence on this rank, S = L * ranks, B batch, H query heads, n of them in a stage on this rank.
 """
@@ -10,10 +11,11 @@ Shapes: L rows of the sequence on this rank, S = L * ranks, B batch, H query hea
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from upipe_integrations import (
     UPipeConfig,
     upipe_attention_qkv,
 )
-from upipe_integrations.all_to_all import group_ranks
+from upipe_integrations.all_to_all import Group, gather_integers, group_ranks
 
 _LAYER_MODULE = "deepspeed.sequence.layer"
 # A rate of 0 drops nothing; with it the engine tells the kernel which heads it is called for.
@@ -109,11 +111,11 @@ class DistributedState:
 
     Attributes:
         config: its settings.
-        verified: whether its local attention was called again in backward and gave the same.
+        verified: whether its local attention was tried, in evaluation (False) and in training (True).
     """
 
     config: UPipeConfig
-    verified: bool = False
+    verified: set[bool] = field(default_factory=set)
 
 
 def find_distributed_attention(model: nn.Module) -> dict[str, nn.Module]:
@@ -195,7 +197,8 @@ def distributed_forward(
     """The forward of :class:`DistributedAttention`, and of any module that has its attributes; see there for shapes.
 
     Raises:
-        ValueError: shapes do not fit, or an argument would get no gradient; before any exchange.
+        ValueError: shapes do not fit, an argument would get no gradient, or the local attention can't be served;
+            before any exchange, on every rank alike.
     """
     if batch_dim_idx not in (0, 1) or batch_dim_idx == module.gather_idx:
         raise ValueError(
@@ -216,12 +219,19 @@ def distributed_forward(
     local = _LocalAttention(module, rotary_pos_emb, args, kwargs, query.device.type)
     schedule = _schedule(state.config, query.shape[2], key.shape[2], group_ranks(module.spg))
     staging = Staging(schedule, module.spg, FunctionKernel(local, "local attention"), mode=state.config.mode)
+    if bool(module.training) not in state.verified:
+        _verify(local, schedule, query, key, value, module.spg)
+        state.verified.add(bool(module.training))
     if module.gather_idx == 0:  # [L, B, heads, D] is the engine's [B, L, heads, D] with other strides
         q, k, v = (t.transpose(0, 1) for t in (query, key, value))
         out = upipe_attention_qkv(q, k, v, staging, _WITH_HEADS).transpose(0, 1)
     else:
         out = upipe_attention_qkv(query, key, value, staging, _WITH_HEADS)
     return out.flatten(2) if local.flattens_heads else out
+
+
+class _WrongShape(ValueError):
+    """The result of a local attention has not the shape that it must have."""
 
 
 class _LocalAttention:
@@ -237,29 +247,25 @@ class _LocalAttention:
             torch.get_autocast_dtype(device_type),
             torch.is_autocast_enabled(device_type),
         )
-        self._first_calls: dict[tuple[int, ...], _FirstCall] = {}
+        self.sequence_first: bool = module.gather_idx == 0
+        self._first_calls: dict[tuple[int, ...], list[Tensor] | None] = {}
         self.flattens_heads = False
         """Whether the result has heads and their size in one dimension; known after the first call."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """`[B, n, S, D]` tensors to `[B, n, S, Dv]`."""
         assert spec.dropout is not None
-        first = self._first_calls.get(spec.dropout.heads)
-        if first is None:
+        heads = spec.dropout.heads
+        if heads not in self._first_calls:
             before = _random_states(q.device)
-            out = self._attend(q, k, v)
+            out = self.attend(q, k, v)
             drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(q.device), strict=True))
-            self._first_calls[spec.dropout.heads] = _FirstCall(before if drew else None, _sample(out))
+            self._first_calls[heads] = before if drew else None
             return out
-        with _with_random_states(first.random_states, q.device):
-            out = self._attend(q, k, v)
-        state: DistributedState = self._module.upipe
-        if not state.verified:
-            _check_repeated(out, first.sample, (q, k, v))
-            state.verified = True
-        return out
+        with _with_random_states(self._first_calls[heads], q.device):
+            return self.attend(q, k, v)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [B, n, S, D] -> [S, B, n, D] where the sequence is first, [B, S, n, D] where the batch is.
         order = (2, 0, 1, 3) if self._module.gather_idx == 0 else (0, 2, 1, 3)
         query, key, value = (t.permute(order).contiguous() for t in (q, k, v))
@@ -274,7 +280,7 @@ class _LocalAttention:
         n = query.shape[2]
         self.flattens_heads = out.dim() == 3
         if out.shape[:2] != query.shape[:2] or out.shape[2] % n or (out.dim() == 4 and out.shape[2] != n):
-            raise ValueError(
+            raise _WrongShape(
                 f"upipe: the local attention gave {tuple(out.shape)} for a query of {tuple(query.shape)} and a key of "
                 f"{tuple(key.shape)}: must be [{query.shape[0]}, {query.shape[1]}, {n} heads, head size] or the last "
                 "two in one. It is called with the heads of one stage, and must take its numbers of heads from them."
@@ -285,39 +291,78 @@ class _LocalAttention:
         return by_head.permute(back).to(q.dtype)
 
 
-@dataclass(frozen=True)
-class _FirstCall:
-    """What is remembered of a stage's first call.
-
-    Attributes:
-        random_states: those before it; None where it drew no random numbers.
-        sample: some values of its result, to compare a repeated call with.
-    """
-
-    random_states: list[Tensor] | None
-    sample: Tensor
+# ---------------------------------------------------------------- trying it
 
 
-def _check_repeated(out: Tensor, sample: Tensor, leaves: tuple[Tensor, ...]) -> None:
-    """Raise ValueError unless a repeated call gave what the first did, from no other tensor that needs a gradient.
+class _Verdict(enum.IntEnum):
+    """What one rank found of its local attention; the number travels to the other ranks."""
 
-    Args:
-        out: what the repeated call gave.
-        sample: that of the first.
-        leaves: q, k and v of the repeated call.
-    """
-    if any(all(leaf is not known for known in leaves) for leaf in _graph_leaves(out)):
-        raise ValueError(
-            "upipe: the local attention reads a tensor beyond its arguments that requires a gradient, which it "
-            "would not get. Pass its result to the attention instead, or remove the 'upipe' key."
+    FINE = 0
+    RAISED = 1
+    SHAPE = 2
+    HIDDEN = 3
+    NOT_REPEATED = 4
+
+
+def _words(verdict: _Verdict) -> str:
+    if verdict == _Verdict.RAISED:
+        return "raised an error: see those ranks' output."
+    if verdict == _Verdict.SHAPE:
+        return "gave another shape than that of the query: see those ranks' output."
+    if verdict == _Verdict.HIDDEN:
+        return (
+            "reads a tensor beyond its arguments that requires a gradient, which it would not get. Pass its result to "
+            "the attention instead, or remove the 'upipe' key."
         )
-    difference = (_sample(out) - sample).abs().max()
-    if not bool(difference <= _REPEATABLE * sample.abs().max()):
-        raise ValueError(
-            "upipe: the local attention gave another result when it was called again in backward, as dropout from "
-            "a random state of its own does (Megatron's RNG tracker). Set attention dropout to 0, or remove the "
-            "'upipe' key."
-        )
+    return (
+        "gave another result when it was called again, as it is in backward: as dropout from a random state of its own "
+        "does (Megatron's RNG tracker). Set attention dropout to 0, or remove the 'upipe' key."
+    )
+
+
+def _verify(
+    local: _LocalAttention, schedule: Schedule, query: Tensor, key: Tensor, value: Tensor, group: Group
+) -> None:
+    """Raise ValueError, on every rank alike, unless the local attention of all ranks can be served.
+
+    It is tried on heads of a stage's shapes: those of this rank's rows, repeated to the length of the sequence. Random
+    states are as before afterwards.
+    """
+    stage, ranks = schedule.stages[0], schedule.ranks
+    counts = (stage.q.per_rank, stage.kv.per_rank, stage.kv.per_rank)
+    # [L, B, heads, D], or [B, L, heads, D], -> [B, heads, S, D]
+    order = (1, 2, 0, 3) if local.sequence_first else (0, 2, 1, 3)
+    made_up = [
+        t.detach().permute(order)[:, :n].repeat(1, 1, ranks, 1).requires_grad_()
+        for t, n in zip((query, key, value), counts, strict=True)
+    ]
+    raised: Exception | None = None
+    try:
+        verdict = _try(local, made_up)
+    except Exception as error:  # the user's function: the other ranks must not wait for this one
+        verdict, raised = _Verdict.SHAPE if isinstance(error, _WrongShape) else _Verdict.RAISED, error
+    by_rank = [said for (said,) in gather_integers([int(verdict)], group, query.device)]
+    if raised is not None:
+        raise raised
+    for worst in (_Verdict.RAISED, _Verdict.SHAPE, _Verdict.HIDDEN, _Verdict.NOT_REPEATED):
+        if worst in by_rank:
+            where = [rank for rank, said in enumerate(by_rank) if said == worst]
+            raise ValueError(f"upipe: on sequence-parallel ranks {where} the local attention {_words(worst)}")
+
+
+def _try(local: _LocalAttention, heads: list[Tensor]) -> _Verdict:
+    device = heads[0].device
+    states = _random_states(device)
+    with torch.enable_grad(), _with_random_states(states, device):
+        out = local.attend(*heads)
+    if any(all(leaf is not known for known in heads) for leaf in _graph_leaves(out)):
+        return _Verdict.HIDDEN
+    sample = _sample(out)
+    del out
+    with torch.no_grad(), _with_random_states(states, device):
+        again = _sample(local.attend(*heads))
+    repeated = bool((again - sample).abs().max() <= _REPEATABLE * sample.abs().max())
+    return _Verdict.FINE if repeated else _Verdict.NOT_REPEATED
 
 
 def _sample(out: Tensor) -> Tensor:

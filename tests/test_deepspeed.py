@@ -617,7 +617,7 @@ def bad_configs():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("typo of ours", r"ds_config key 'upip': .*did you mean 'upipe'\? Rename it"),
+        ("typo of ours", r"ds_config key 'upip': .*did you mean 'upipe'\? Write"),
         ("typo of ours 2", r"ds_config key 'UPipe': .*did you mean 'upipe'"),
         ("typo in block", r"upipe\.chunk_head = 4: unknown key \(did you mean 'chunk_heads'\?\)"),
         ("not a multiple", r"chunk_heads = 3: must be a multiple of the 2 .*Values that fit this model: 2, 4, 8"),

@@ -190,6 +190,7 @@ def _kept() -> int:
     t = _tensors(8, 8, True)
     attention = deepspeed_plugin.DistributedAttention(PlainAttention(True), None, chunk_heads=1)
     q, k, v = (x.requires_grad_() for x in (t.q, t.k, t.v))
+    attention(q, k, v, 1, None, t.mask, scale=0.3)  # the first call also tries the local attention
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
         attention(q, k, v, 1, None, t.mask, scale=0.3)
@@ -362,10 +363,43 @@ def _refused() -> dict[str, str]:
     attempt("heads", lambda: call(lambda q, k, v: torch.cat([v, v], 2), backward=False))
     attempt("argument", lambda: call(lambda q, k, v, w: v * w, weight, backward=False))
     attempt("kv heads", lambda: call(lambda q, k, v: v, num_kv_heads=3, backward=False))
-    attempt("hidden", lambda: call(lambda q, k, v: (q + k + v) * weight))
-    attempt("not repeatable", lambda: call(lambda q, k, v: forgetful(q, k, q + k + v)))
+    # Refused before any exchange, also where one rank alone would find it.
+    only = dist.get_rank() == 1
+    attempt("hidden", lambda: call(lambda q, k, v: (q + k + v) * weight, backward=False))
+    attempt("hidden on a rank", lambda: call(lambda q, k, v: (q + k + v) * (weight if only else 1), backward=False))
+    attempt("not repeatable", lambda: call(lambda q, k, v: forgetful(q, k, q + k + v), backward=False))
+    attempt("not repeatable on a rank", lambda: call(lambda q, k, v: forgetful(q, k, v) if only else v, backward=False))
     attempt("fine", lambda: call(lambda q, k, v: q + k + v))
     return messages
+
+
+def _uneven() -> str:
+    """What ranks say of a call with 6 query and 3 KV heads, where some have no head of the last stage."""
+    import deepspeed_plugin
+
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    t = _tensors(6, 3, True)
+    q, k, v = (x.chunk(4)[dist.get_rank()].clone().requires_grad_() for x in (t.q, t.k, t.v))
+    local = PlainAttention(True)
+    said = []
+    for hidden in (True, False):
+
+        def attend(q, k, v, mask, scale, hidden=hidden):
+            return local(q, k, v, mask, scale=scale) * (weight if hidden else 1)
+
+        attention = deepspeed_plugin.DistributedAttention(attend, dist.group.WORLD, chunk_heads=4)
+        try:
+            attention(q, k, v, 1, None, t.mask, scale=0.3).sum().backward()
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return " | ".join(said)
+
+
+def test_ranks_without_a_head_of_a_stage_do_not_wait():
+    first, *others = run_ranks(4, _uneven)
+    assert set(others) == {first}
+    assert "ranks [0, 1, 2, 3] the local attention reads a tensor" in first and first.endswith("| accepted")
 
 
 @pytest.fixture(scope="module")
@@ -388,8 +422,13 @@ def refusals():
         ("heads", r"the local attention gave \(8, 2, 2, 6\) for a query of \(8, 2, 1, 6\).*1 heads"),
         ("argument", r"an argument of the local attention beyond q, k and v requires a gradient"),
         ("kv heads", r"the key's heads a multiple of num_kv_heads = 3"),
+        ("hidden on a rank", r"on sequence-parallel ranks \[1\] the local attention reads a tensor beyond"),
+        ("not repeatable on a rank", r"on sequence-parallel ranks \[1\] the local attention gave another result"),
         ("hidden", r"reads a tensor beyond its arguments that requires a gradient"),
-        ("not repeatable", r"gave another result when it was called again in backward.*Set attention dropout to 0"),
+        (
+            "not repeatable",
+            r"gave another result when it was called again, as it is in backward.*Set attention dropout to 0",
+        ),
         ("fine", "accepted"),
     ],
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ KEY = "upipe"
 """The key of a host's configuration that has the settings."""
 # "upip", "u_pipe" and "UPipe" are typos of ours; "pipeline", a key of DeepSpeed's, is not.
 _TYPO_LIKENESS = 0.8
+_OUR_NAME = re.compile(r"(^|[^a-z])(u[-_ ]?pipe|untied[-_ ]?ulysses)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,12 @@ class UPipeConfig:
         if not isinstance(block, Mapping):
             raise ValueError(
                 f'upipe = {block!r}: must be a block of settings such as {{"chunk_heads": 4}}. '
-                f"Known keys: {', '.join(keys)}."
+                f"Known keys: {', '.join(keys)}. There is no switch: remove the key to train without UPipe."
+            )
+        if "enabled" in block:
+            raise ValueError(
+                f"upipe.enabled = {block['enabled']!r}: there is no switch. Leave 'enabled' out to train with UPipe, "
+                "remove the whole 'upipe' key to train without it."
             )
         for key in block:
             if key not in keys:
@@ -120,15 +127,19 @@ class UPipeConfig:
             ValueError: the block is not valid, or a key of the ds_config is a misspelt ``upipe`` (DeepSpeed
                 ignores keys it does not know, so a typo would silently be plain Ulysses).
         """
-        if KEY in ds_config:
-            return cls.from_mapping(ds_config[KEY])
         for key in ds_config:
-            if difflib.SequenceMatcher(None, str(key).lower(), KEY).ratio() >= _TYPO_LIKENESS:
+            if key != KEY and _meant(str(key)):
                 raise ValueError(
                     f"ds_config key {key!r}: DeepSpeed knows no such key; did you mean {KEY!r}? "
-                    f"Rename it to {KEY!r}, or remove it to train without UPipe."
+                    f'Write {{"{KEY}": {{"chunk_heads": ...}}}}, or remove it to train without UPipe.'
                 )
-        return None
+        misplaced = next(_misplaced(ds_config, ""), None)
+        if misplaced is not None:
+            raise ValueError(
+                f"ds_config key {misplaced!r}: not read there. Put the {KEY!r} block at the top of the ds_config, "
+                "beside 'zero_optimization', or remove it to train without UPipe."
+            )
+        return cls.from_mapping(ds_config[KEY]) if KEY in ds_config else None
 
     def schedule(self, *, heads: int, kv_heads: int, ranks: int) -> Schedule:
         """The schedule of one attention layer under these settings.
@@ -143,7 +154,8 @@ class UPipeConfig:
                 the ranks.
         """
         U = self.chunk_heads
-        fitting = [n for n in range(ranks, heads + 1, ranks) if heads % n == 0]
+        possible = range(ranks, heads + 1, ranks)
+        fitting = [n for n in possible if heads % n == 0] or list(possible)
         advice = f"Values that fit this model: {', '.join(map(str, fitting))}." if fitting else ""
         if heads < U:
             raise ValueError(
@@ -157,6 +169,23 @@ class UPipeConfig:
                 f"{advice or 'Use fewer sequence-parallel ranks.'}"
             )
         return Schedule.build(heads=heads, kv_heads=kv_heads, ranks=ranks, chunk_heads=U)
+
+
+def _meant(key: str) -> bool:
+    """Whether somebody who wrote this key at the top of a ds_config meant the ``upipe`` block."""
+    if key == "chunk_heads" or _OUR_NAME.search(key):
+        return True
+    return difflib.SequenceMatcher(None, key.lower(), KEY).ratio() >= _TYPO_LIKENESS
+
+
+def _misplaced(block: Mapping[str, Any], path: str) -> Iterator[str]:
+    """The keys within the blocks of a ds_config that name UPipe, as paths joined by dots."""
+    for key, value in block.items():
+        here = f"{path}{key}"
+        if path and _OUR_NAME.search(str(key)):
+            yield here
+        elif isinstance(value, Mapping) and here != KEY:
+            yield from _misplaced(value, f"{here}.")
 
 
 def closest(word: str, known: Iterable[str]) -> str:
