@@ -159,6 +159,36 @@ def test_checkpointing_keeps_the_attention_result():
             assert results[f"{stage} False"][1] == 3 * layers * stages
 
 
+def _two_forwards() -> dict[str, float]:
+    """Errors of gradients of two forwards under one backward, at ZeRO-3 as it is by default: it gathers ahead."""
+    import deepspeed_plugin
+
+    batches = [make_batch(seq=32, seed=seed) for seed in (1, 2)]
+    plain = make_model("llama")
+    for batch in batches:
+        logits = plain(input_ids=batch["input_ids"], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    errors = {}
+    for memory in ("keep_heads", "keep", "recompute", "fused", "blocks"):
+        for threshold in (0, 100_000):
+            model = make_model("llama")
+            config = ds_config(3, upipe={"chunk_heads": 4, "memory": memory})
+            config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+            engine = make_engine(model, config, register_ulysses(model, 2))
+            deepspeed_plugin.enable_checkpointing(engine.module)
+            first, second = (forward(engine, batch)[1] for batch in batches)
+            engine.backward(first + second)
+            errors[f"{memory} {threshold}"] = max(worst(gradients(engine), wanted).values())
+            engine.destroy()
+    return errors
+
+
+def test_checkpointing_of_two_forwards_under_one_backward():
+    for errors in run_ranks(2, _two_forwards):
+        assert len(errors) == 10 and {name: error for name, error in errors.items() if error > 5e-6} == {}
+
+
 # ---------------------------------------------------------------- groups: two of two, by mpu and by mesh
 
 
