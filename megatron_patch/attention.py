@@ -30,6 +30,7 @@ from megatron_patch.options import UPipeOptions, check_heads, check_rules
 from megatron_patch.packing import Packing, read_packing
 from megatron_patch.releases import core_attention_at_one_rank, layer_window, sink_logits, yarn_factor
 from megatron_patch.rotary import rotary_tables
+from megatron_patch.stock import check_class, check_core_attention, check_norm
 from megatron_patch.weights import (
     ParallelLinear,
     check_linear,
@@ -79,6 +80,8 @@ class UPipeSelfAttention(SelfAttention):
 
     def __init__(self, config: Any, submodules: Any, layer_number: int, *args: Any, upipe: UPipeOptions, **kwargs: Any):
         check_rules(config)
+        check_class(SelfAttention)
+        check_core_attention(submodules.core_attention)
         submodules = core_attention_at_one_rank(submodules)
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.upipe = upipe
@@ -125,7 +128,10 @@ class UPipeSelfAttention(SelfAttention):
 
     def _attend(self, hidden_states: Tensor, rotary: Any, packed_seq_params: Any) -> tuple[Tensor, Tensor | None]:
         mode, linear, projection = self.upipe.config.mode, self.linear_qkv, self.linear_proj
+        self._check_dropout()
         check_linear(linear, "linear_qkv")
+        check_norm(self.q_layernorm, "q_layernorm")
+        check_norm(self.k_layernorm, "k_layernorm")
         run_pre_hooks(linear, self.q_layernorm, self.k_layernorm)
         x, split = self._input(input_norm(linear)(hidden_states))
         rows = x.shape[1] * (split.size() if split is not None else 1)
@@ -188,6 +194,15 @@ class UPipeSelfAttention(SelfAttention):
         if x.requires_grad:
             x.register_hook(Tensor.contiguous)  # 0.16 loses the sum over ranks of anything else
         return x.transpose(0, 1), None
+
+    def _check_dropout(self) -> None:
+        """Raise ValueError where dropout was set after the layer was built."""
+        rate = self.config.attention_dropout
+        if rate and self.training:
+            raise ValueError(
+                f"--attention-dropout = {rate} with --context-parallel-impl upipe, set after the model was built: "
+                "UPipe attends without dropout. Set config.attention_dropout to 0."
+            )
 
     def _causal(self) -> bool:
         """Whether attention is causal; raises ValueError for a mask that is neither causal nor none."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_patch.stock import addition
+
 
 class ParallelLinear(nn.Module):
     """For annotations: what all linear layers have that are read, Megatron's and Transformer Engine's.
@@ -31,13 +33,14 @@ _READ = {"weight", "bias", "layer_norm_weight", "layer_norm_bias"}
 def read_refusal(linear: nn.Module) -> str | None:
     """Why the weight of `linear` can't be read directly; None where it can. The text goes on after the layer's name.
 
-    Adapters, quantised or split weights and forward hooks would be bypassed.
+    Adapters, quantised or split weights, hooks and a forward in the place of the class's would be bypassed.
     """
     parameters = {name for name, _ in linear.named_parameters()}
     if "weight" not in parameters or parameters - _READ:
         return f"has the parameters {', '.join(sorted(parameters))}, not just a weight, a bias and an input norm"
-    if linear._forward_hooks:
-        return "has forward hooks, which would not run"
+    added = addition(linear)
+    if added is not None:
+        return added
     if getattr(linear, "gtp_remat_size", 1) > 1:
         return "holds a weight that is split over ranks once more"
     return None
@@ -45,8 +48,7 @@ def read_refusal(linear: nn.Module) -> str | None:
 
 def is_unmodified(linear: nn.Module) -> bool:
     """Whether reading `linear` is all that calling it would do: nothing was put around it, forward or backward."""
-    added = (linear._backward_hooks, linear._backward_pre_hooks, linear._modules)
-    return read_refusal(linear) is None and "forward" not in vars(linear) and not any(added)
+    return read_refusal(linear) is None and not linear._modules
 
 
 def check_linear(linear: nn.Module, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -339,8 +340,60 @@ def _refusals() -> dict[str, str]:
     attention.linear_qkv.adapter = torch.nn.Linear(2, 2)
     refused("adapter", attend())
     del attention.linear_qkv.adapter
-    attention.linear_qkv.register_forward_hook(lambda *a: None)
-    refused("hook", attend())
+    linear, runs = attention.linear_qkv, 0
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("not run")
+
+    def added(what: str, module: Any, register: str) -> None:
+        """Refused while it is there, and fine once it is removed, as the message says."""
+        nonlocal runs
+        handle = getattr(module, register)(own)
+        refused(what, attend())
+        handle.remove()
+        attend()()
+        runs += 1
+
+    added("hook", linear, "register_forward_hook")
+    added("pre-hook", linear, "register_forward_pre_hook")
+    added("backward hook", linear, "register_full_backward_hook")
+    linear.forward = own
+    refused("forward", attend())
+    del linear.forward
+    attention.q_layernorm = torch.nn.Identity()
+    added("norm hook", attention.q_layernorm, "register_forward_hook")
+    attention.q_layernorm = None
+    attention.config.attention_dropout = 0.1
+    refused("dropout later", attend())
+    attention.config.attention_dropout = 0.0
+    attend()()
+    assert runs == 4
+
+    # Another computation in the place of Megatron's.
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class OwnCore(DotProductAttention):
+        pass
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_patch import UPipeConfig, upipe_spec
+
+    spec = get_gpt_layer_local_spec()
+    inner = spec.submodules.self_attention
+    for core in (OwnCore, functools.partial(OwnCore)):
+        changed = dataclasses.replace(inner.submodules, core_attention=core)
+        module = upipe_spec(dataclasses.replace(inner, submodules=changed), UPipeConfig(2))
+        refused("core attention", lambda module=module: build_module(module, config=model.config, layer_number=1))
+    before = Attention.forward
+    Attention.forward = own
+    try:
+        refused("class forward", lambda: build(case, upipe=True))
+    finally:
+        Attention.forward = before
+    build(case, upipe=True)
     return messages
 
 
@@ -357,6 +410,13 @@ REFUSED = {
     "format": r"packed sequences in format 'bshd'",
     "adapter": r"linear_qkv .* has the parameters adapter.bias",
     "hook": r"linear_qkv .* has forward hooks",
+    "pre-hook": r"linear_qkv .* has a forward pre-hook \(.*own\) that would be given no input",
+    "backward hook": r"linear_qkv .* has backward hooks",
+    "forward": r"linear_qkv .* has a forward that was put in its place \(.*own\)",
+    "norm hook": r"q_layernorm \(Identity\) has forward hooks.*Remove it",
+    "dropout later": r"--attention-dropout = 0\.1 .* set after the model was built.*Set config\.attention_dropout to 0",
+    "core attention": r"has tests\.test_megatron_model\.OwnCore as core_attention.*Use a spec with Megatron's",
+    "class forward": r"SelfAttention\.forward was replaced by tests\.test_megatron_model\..*own.*Remove it",
 }
 
 
