@@ -639,6 +639,52 @@ def _bad_configs() -> dict[str, str]:
     return messages
 
 
+def _remedied_configs(mesh: bool) -> dict[str, float]:
+    """Errors of a step against one process, by the refusal of a setting whose advice was followed.
+
+    DeepSpeed keeps a mesh, or an mpu, for the process: they do not go together in one.
+    """
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+
+    batch = make_batch(seq=32)
+    wanted = expected_of(make_model("llama"), batch)
+    sized = {**UPIPE, "sequence_parallel_size": 2}
+    cases = {
+        "no group, by ALST": (1, UPIPE, lambda model: register_ulysses(model, 2)),
+        "no group, by DeepSpeed's groups": (1, sized, "groups"),
+        "no group and mesh, at ZeRO-3": (3, {**sized, "data_parallel_size": 1}, None),
+        "mesh, by an mpu": (1, sized, lambda model: register_ulysses(model, 2)),
+        "kernel": (1, {"upipe": {"chunk_heads": 4, "kernel": "auto"}}, lambda model: register_ulysses(model, 2)),
+        **{
+            f"not a multiple: {value}": (2, {"upipe": {"chunk_heads": value}}, lambda model: register_ulysses(model, 2))
+            for value in (2, 4, 8)
+        },
+    }
+    errors = {}
+    for name, (stage, extra, mpu) in cases.items():
+        if mesh != (mpu is None):
+            continue
+        forget_ulysses()
+        model = make_model("llama")
+        if mpu == "groups":
+            state.initialize_sequence_parallel(2)
+            unit = state
+        else:
+            unit = mpu(model) if callable(mpu) else None
+        engine = make_engine(model, ds_config(stage, **extra), unit)
+        assert engine.upipe is not None, name
+        errors[name] = compare(train_step(engine, batch, engine.seq_parallel_group), wanted)
+        engine.destroy()
+    return errors
+
+
+def test_what_a_refused_setting_is_advised_ends_in_a_right_run():
+    """Public fault 45."""
+    for mesh, count in ((True, 1), (False, 7)):
+        for errors in run_ranks(2, _remedied_configs, mesh):
+            assert len(errors) == count and {name: error for name, error in errors.items() if not error < 5e-6} == {}
+
+
 @pytest.fixture(scope="module")
 def bad_configs():
     return run_ranks(2, _bad_configs)
