@@ -9,7 +9,8 @@ ARGS ?=
 # Files of tests that run at once: most wait for something most of the time. In alphabetical order, not by their number of
 # tests, which would leave the longest for the end. One at a time where a GPU is shared.
 JOBS ?= $$(nvidia-smi >/dev/null 2>&1 && echo 0 || echo 2)
-PYTEST = $(ACCEL) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(ACCEL) $(BIN)/python -m pytest $(PARALLEL)
 
 # DeepSpeed is told to use the CPU only where no GPU answers.
 ACCEL = env $$(nvidia-smi >/dev/null 2>&1 || echo "DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}")
@@ -32,7 +33,7 @@ test-quick: setup ## Run the core's tests alone, in two minutes: no launcher, no
 # A release of its own (core only, Python 3.10 and 3.11), in an environment of its own.
 test-megatron-0.16: ## Run Megatron's tests with megatron-core 0.16 (needs Python 3.11 or 3.10)
 	@VENV=.venv-megatron-0.16 VERSIONS="3.11 3.10" EXTRAS=megatron,dev scripts/setup_env.sh
-	@.venv-megatron-0.16/bin/python -m pytest $(wildcard tests/test_megatron*.py) $(ARGS)
+	@.venv-megatron-0.16/bin/python -m pytest $(PARALLEL) $(wildcard tests/test_megatron*.py) $(ARGS)
 
 lint: setup ## Run ruff, the format check and the import contracts
 	@$(BIN)/ruff check .

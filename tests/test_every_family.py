@@ -95,7 +95,11 @@ def outcomes() -> dict[str, Outcome]:
         wanted = _references(model, batch)
         without_logits = {name: t for name, t in wanted[0].items() if name != "logits"}
         errors, modes = [max(worst(tiled(model, batch, "mean"), without_logits).values())], "all"
-        for chunk_heads, memory in ((2, "keep"), (4, "fused"), (2, "blocks")):
+        for chunk_heads, memory, packings in (
+            (2, "keep", PACKINGS),
+            (4, "fused", PACKINGS[1:]),
+            (2, "blocks", PACKINGS[:1]),
+        ):
             try:
                 attachment = attached(model, chunk_heads, dist.group.WORLD, memory=memory)
             except ValueError as error:
@@ -104,6 +108,8 @@ def outcomes() -> dict[str, Outcome]:
                 modes = "`keep_heads`, `keep`, `recompute`" + (", `fused`" if remedy[1] == "fused" else "")
                 continue
             for lengths, right in zip(PACKINGS, wanted, strict=True):
+                if lengths not in packings:
+                    continue
                 positions = torch.cat([torch.arange(n) for n in lengths])[None]
                 errors.append(max(worst(sharded(model, batch, dist.group.WORLD, positions), right).values()))
             attachment.undo()
