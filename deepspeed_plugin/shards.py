@@ -108,9 +108,9 @@ class Shard:
             (mask != 1).any().to(plain.device) if isinstance(mask, Tensor) else first.new_zeros(()),
         ]
         # The one wait for the device.
-        first_, begins, restarts, largest, content, masked = torch.stack([n.long() for n in numbers]).tolist()
+        start, begins, restarts, largest, content, masked = torch.stack([n.long() for n in numbers]).tolist()
         lengths = _lengths_digest(options)
-        return cls(B, L, fault, first_, begins, restarts, largest, content, masked, lengths)
+        return cls(B, L, fault, start, begins, restarts, largest, content, masked, lengths)
 
 
 def _fault(tokens: Tensor, positions: Tensor | None, mask: Any, options: dict[str, Any], *, mrope: bool) -> _Fault:
@@ -123,7 +123,8 @@ def _fault(tokens: Tensor, positions: Tensor | None, mask: Any, options: dict[st
     dims = positions.dim()
     if mrope and dims == 3 and positions.shape[0] == WITH_COMPONENTS:
         dims = 2
-    if dims != 2 or positions.shape[-1] != tokens.shape[1] or positions.shape[-1] == 0:
+    B, L = tokens.shape[:2]
+    if dims != 2 or L == 0 or positions.shape[-1] != L or positions.shape[-2] not in (1, B):
         return _Fault.POSITION_SHAPE
     return _Fault.NONE
 
