@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
+import re
 import sys
 import types
 
@@ -119,19 +122,16 @@ def test_auto_picks_by_device_dtype_and_head_size(request_, expected, monkeypatc
     assert select_kernel("auto", request_).name == expected
 
 
-def test_auto_prefers_flash_attn_where_it_is_installed(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-3"
-    select_kernel.cache_clear()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flash_attn_interface" else object())
-    assert select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, 128)).name == "flash-attn-2"
-    assert select_kernel("auto", KernelRequest(CPU, torch.bfloat16, 128)).name == "torch-cpu-flash"
-
-
 def test_kernels_are_asked_once_for_a_request(monkeypatch):
     """Not in every layer of every forward: they look for packages on disk."""
     looked = []
     monkeypatch.setattr("importlib.util.find_spec", looked.append)
+
+    def not_found(name):
+        looked.append(name)
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", not_found)
     for head_dim in (128, 128, 64, 128):
         select_kernel("auto", KernelRequest(CUDA, torch.bfloat16, head_dim))
     once = len(looked) // 2
@@ -343,6 +343,44 @@ def _fa3_early(r):
     return {**functions, "_flash_attn_backward": _flash_attn_backward}
 
 
+def _fa3_28(r):
+    """flash_attn_interface of tags 2.7.3 to 2.8.3: arguments of caches and float8 without defaults."""
+
+    def _flash_attn_forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+        q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+        rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        off = (k_new, v_new, qv, out, cu_seqlens_k_new, seqused_q, page_table, rotary_cos, q_descale)
+        assert all(value is None for value in off)
+        attended, lse = r.attend(
+            q, k, v, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, cu=cu_seqlens_q
+        )
+        return attended, lse, torch.empty(0), torch.empty(0)
+
+    return {**_fa3_early(r), "_flash_attn_forward": _flash_attn_forward}
+
+
+def _fa3_27(r):
+    """flash_attn_interface of tags 2.7.0 to 2.7.2: dense, without a softcap, and seven results."""
+
+    def _flash_attn_forward(
+        q, k, v, softmax_scale, causal, window_size, descale_q=None, descale_k=None, descale_v=None, gqa_parallel=False
+    ):
+        out, lse = r.attend(q, k, v, scale=softmax_scale, causal=causal, window=window_size, softcap=0.0)
+        return out, q, k, v, out, lse, None
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size, deterministic=False
+    ):
+        scores = {"scale": softmax_scale, "causal": causal, "window": window_size, "softcap": 0.0}
+        r.gradients(dout, q, k, v, out, softmax_lse, dq, dk, dv, **scores)
+        return dq, dk, dv, None
+
+    return {f.__name__: f for f in (_flash_attn_forward, _flash_attn_backward)}
+
+
 def _fa4(r):
     """flash-attn-4 4.0.0b10 to b36: None switches off, lse on request."""
 
@@ -391,6 +429,8 @@ RELEASES = {
     "2.8": (FlashAttention2(), _fa2_28),
     "3": (FlashAttention3(), _fa3),
     "3 early": (FlashAttention3(), _fa3_early),
+    "3 of 2.8": (FlashAttention3(), _fa3_28),
+    "3 of 2.7": (FlashAttention3(), _fa3_27),
     "4": (FlashAttention4(), _fa4),
 }
 SPECS = {
@@ -403,7 +443,12 @@ SPECS = {
 }
 
 
-def _install(monkeypatch, kernel, functions):
+def _install(monkeypatch, kernel, functions, version="4.0.0b30"):
+    """Put functions where a package has them, and nothing where others are."""
+    if kernel.distribution is not None:
+        metadata = {"distribution": lambda name: object(), "version": lambda name: version}
+        for name, function in metadata.items():
+            monkeypatch.setattr(f"importlib.metadata.{name}", function)
     parts = kernel.module.split(".")
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
@@ -421,6 +466,10 @@ def test_flash_attention_is_called_in_the_form_of_its_release(release, custom_op
     _install(monkeypatch, kernel, {name: wrap(function) for name, function in make(recorder).items()})
     spec = SPECS[spec]
     q, k, v, dout = _inputs()
+    if release == "3 of 2.7" and (spec.softcap or spec.documents):
+        with pytest.raises(ValueError, match="has no (softcap|cu_seqlens_q).*, which this model needs"):
+            kernel.forward(q, k, v, spec)
+        return
     out, lse = kernel.forward(q, k, v, spec)
     got = (out, *kernel.backward(dout, q, k, v, out, lse, spec))
     right_out, right_lse = MathKernel().forward(q, k, v, spec)
@@ -439,7 +488,7 @@ def test_flash_attention_is_called_in_the_form_of_its_release(release, custom_op
         (
             "q, k, v, softmax_scale, causal, something_new",
             AttentionSpec(),
-            r"wants arguments .*something_new.*torch-cuda",
+            r"wants arguments .*something_new.*Use kernel 'auto'",
         ),
         ("q, k, v, softmax_scale, causal", AttentionSpec(window=4), r"has no window_size, which this model needs"),
         ("q, k, v, softmax_scale, causal, window_size", AttentionSpec(softcap=1.0), r"has no softcap, which this"),
@@ -453,6 +502,156 @@ def test_a_release_without_what_is_needed_is_refused(arguments, spec, message, m
     q, k, v, _ = _inputs()
     with pytest.raises(ValueError, match=message):
         FlashAttention2().forward(q, k, v, spec)
+
+
+# ---------------------------------------------------------------- what is installed, and what it can do
+
+
+BF16 = KernelRequest(CUDA, torch.bfloat16, 128)
+
+
+def _nothing_installed(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("flash") else find(name))
+
+
+def test_auto_takes_flash_attn_where_it_is_installed(monkeypatch):
+    _nothing_installed(monkeypatch)
+    _install(monkeypatch, FlashAttention2(), _fa2_28(_Recorder()))
+    assert select_kernel("auto", BF16).name == "flash-attn-2"
+    assert select_kernel("auto", dataclasses.replace(BF16, device=CPU)).name == "torch-cpu-flash"
+    select_kernel.cache_clear()
+    _install(monkeypatch, FlashAttention3(), _fa3_28(_Recorder()))
+    assert select_kernel("auto", BF16).name == "flash-attn-3"
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("undefined symbol: _ZN3c10\n4"), OSError("libcudart.so.12"), RuntimeError("x")]
+)
+def test_a_package_that_is_broken_leaves_the_others(error, monkeypatch):
+    """The usual state of flash-attn after another torch was installed."""
+    _nothing_installed(monkeypatch)
+    _install(monkeypatch, FlashAttention2(), _fa2_28(_Recorder()))
+    load = importlib.import_module
+
+    def broken(name, *package):
+        if name == FlashAttention2.module:
+            raise error
+        return load(name, *package)
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    assert select_kernel("auto", BF16).name == "torch-cuda-flash"
+    said = re.escape(f"can't be imported ({type(error).__name__}: {' '.join(str(error).split())})")
+    with pytest.raises(ValueError, match=rf"upipe\.kernel = 'flash-attn-2': .*{said}.*built again.*one of: torch-cuda"):
+        select_kernel("flash-attn-2", BF16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (AttentionSpec(window=8), "flash-attn-3"),
+        (AttentionSpec(softcap=5.0), "math"),
+        (AttentionSpec(documents=((0, 5, 16),)), "torch-cuda-flash"),
+    ],
+)
+def test_auto_moves_on_from_a_release_that_can_not(spec, expected, monkeypatch):
+    """Found when it is asked for, not at the first forward."""
+    _nothing_installed(monkeypatch)
+    _install(monkeypatch, FlashAttention3(), _fa3_27(_Recorder()))
+    assert select_kernel("auto", dataclasses.replace(BF16, spec=spec)).name == expected
+
+
+def test_flash_attn_4_is_told_by_its_distribution(monkeypatch):
+    """Flash-attn 2 has a folder ``flash_attn/cute`` too."""
+    _nothing_installed(monkeypatch)
+    _install(monkeypatch, FlashAttention4(), _fa4(_Recorder()))
+    assert FlashAttention4().refusal(BF16) is None
+
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", not_found)
+    assert "not installed (pip install --pre flash-attn-4)" in FlashAttention4().refusal(BF16)
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "serves"),
+    [(64, 64, True), (64, 128, True), (64, 256, True), (64, 512, False), (192, 128, True), (160, 104, True)]
+    + [(96, 64, False), (128, 64, False), (256, 128, False), (192, 96, False), (256, 256, True)],
+)
+def test_value_sizes_of_flash_attention_3(D, Dv, serves, monkeypatch):
+    _install(monkeypatch, FlashAttention3(), _fa3(_Recorder()))
+    refusal = FlashAttention3().refusal(KernelRequest(CUDA, torch.bfloat16, D, Dv))
+    assert (refusal is None) == serves
+    assert serves or f"these are {D} and {Dv}" in refusal
+
+
+@pytest.mark.parametrize(
+    ("flag", "request_", "what"),
+    [
+        ("BACKWARD", BF16, "backward"),
+        ("LOCAL", dataclasses.replace(BF16, spec=AttentionSpec(window=4)), "windows"),
+        ("SOFTCAP", dataclasses.replace(BF16, spec=AttentionSpec(softcap=4.0)), "softcap"),
+        ("VARLEN", dataclasses.replace(BF16, spec=AttentionSpec(documents=((0, 4, 8),))), "packed documents"),
+        ("FP16", dataclasses.replace(BF16, dtype=torch.float16), "float16"),
+        ("HDIM96", dataclasses.replace(BF16, head_dim=80), "heads of 96"),
+    ],
+)
+def test_what_a_slim_build_leaves_out(flag, request_, what, monkeypatch):
+    _install(monkeypatch, FlashAttention3(), _fa3(_Recorder()))
+    config = types.ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": True}}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    refusal = FlashAttention3().refusal(request_)
+    assert refusal == f"its build has no {what} (FLASHATTENTION_DISABLE_{flag})"
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": False}}
+    assert FlashAttention3().refusal(request_) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "request_", "message"),
+    [
+        (10, dataclasses.replace(BF16, head_dim=192), "head sizes up to 128, and 256; these are 192"),
+        (10, dataclasses.replace(BF16, head_dim=256, spec=AttentionSpec(softcap=2.0)), "no softcap for heads of 256"),
+        (10, dataclasses.replace(BF16, head_dim=256), None),
+        (9, dataclasses.replace(BF16, head_dim=192), None),
+        (8, BF16, "not made for GPUs of compute capability 8"),
+    ],
+)
+def test_head_sizes_of_flash_attention_4(capability, request_, message, monkeypatch):
+    _install(monkeypatch, FlashAttention4(), _fa4(_Recorder()))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (capability, 0))
+    refusal = FlashAttention4().refusal(request_)
+    assert refusal is None if message is None else message in refusal
+
+
+def test_early_betas_of_flash_attention_4_have_no_softcap_of_documents(monkeypatch):
+    both = dataclasses.replace(BF16, spec=AttentionSpec(softcap=2.0, documents=((0, 4, 8),)))
+    for version, serves in (("4.0.0b21", False), ("4.0.0b24", True), ("4.0.0", True), ("4.1.0", True)):
+        _install(monkeypatch, FlashAttention4(), _fa4(_Recorder()), version)
+        assert (FlashAttention4().refusal(both) is None) == serves, version
+
+
+def test_flash_attention_4_is_given_a_contiguous_gradient_with_documents(monkeypatch):
+    """flash-attention#2611: row strides that add up to 2^31 elements."""
+    recorder, strides = _Recorder(), []
+    functions = _fa4(recorder)
+    backward = functions["_flash_attn_bwd"]
+
+    def noted(q, k, v, out, dout, *rest, **more):
+        strides.append(dout.is_contiguous())
+        return backward(q, k, v, out, dout, *rest, **more)
+
+    noted.__wrapped__ = backward
+    _install(monkeypatch, FlashAttention4(), {**functions, "_flash_attn_bwd": noted})
+    q, k, v, dout = _inputs()
+    spec = SPECS["documents"]
+    out, lse = FlashAttention4().forward(q, k, v, spec)
+    FlashAttention4().backward(dout.transpose(1, 2).contiguous().transpose(1, 2)[..., :], q, k, v, out, lse, spec)
+    wide = torch.cat([dout, dout], -1)[..., : dout.shape[-1]]
+    FlashAttention4().backward(wide, q, k, v, out, lse, spec)
+    assert strides and all(strides)
 
 
 @pytest.mark.parametrize("name", ["torch-cuda-flash", "torch-cudnn", "torch-efficient"])
