@@ -49,8 +49,7 @@ class ShardGuard(_Guard):
 
     Checks that every rank of the group has as many batch rows and sequence rows, that positions are global,
     and that no token is hidden that another attends to; positions that restart are packed documents, which the layers
-    are told. A mask is dropped, and for packed documents a placeholder put in its place, so that the model
-    builds no mask of the local shard.
+    are told. A placeholder is put in the place of the mask, so that the model builds none of the local shard.
 
     Args:
         module, settings: as above.
@@ -116,15 +115,13 @@ class ShardGuard(_Guard):
         self._largest.value = verdict.largest
         remember_documents(positions, documents)
         changes: dict[str, Any] = {name: None for name in LENGTHS if options.get(name) is not None}
-        if documents is not None:
-            # Transformers takes a mask of four dimensions as it is; the layers do not look at it.
-            changes["attention_mask"] = torch.zeros(1, 1, 1, 1, device=tokens.device)
-        elif mask is not None:
-            changes["attention_mask"] = None
+        # Transformers takes a mask of four dimensions as it is, and the layers do not look at it. Without one it would
+        # make `[1, 1, L, L]` for eager attention, windows and packed documents, and hold it through the forward.
+        changes["attention_mask"] = torch.zeros(1, 1, 1, 1, device=tokens.device)
         if documents is not None and self._mrope and given.dim() == 2:
             # From plain positions alone the model would hand none on to its layers: [B, L] -> [4, B, L]
             changes["position_ids"] = positions.expand(WITH_COMPONENTS, *positions.shape)
-        return _changed(args, kwargs, list(arguments), changes) if changes else None
+        return _changed(args, kwargs, list(arguments), changes)
 
     def _check_balance(self, module: nn.Module, options: dict[str, Any]) -> None:
         on = options.get("output_router_logits")

@@ -467,7 +467,7 @@ def test_flash_attention_is_called_in_the_form_of_its_release(release, custom_op
     spec = SPECS[spec]
     q, k, v, dout = _inputs()
     if release == "3 of 2.7" and (spec.softcap or spec.documents):
-        with pytest.raises(ValueError, match="has no (softcap|cu_seqlens_q).*, which this model needs"):
+        with pytest.raises(ValueError, match=r"has no (softcap|cu_seqlens_q).*, which this model needs"):
             kernel.forward(q, k, v, spec)
         return
     out, lse = kernel.forward(q, k, v, spec)

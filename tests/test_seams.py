@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.attached import attached
 from tests.engines import forget_ulysses, register_ulysses
 from tests.models import make_batch, make_model, shard, worst
 from tests.ranks import run_ranks
+from tests.zoo import tiny_model
 
 pytest.importorskip("deepspeed")
 
@@ -406,6 +409,51 @@ def test_what_would_be_wrong_is_refused_on_every_rank_alike():
         ]
         with pytest.raises(ValueError, match=says):
             raise ValueError(f"{message}" if message != "accepted" else f"{case}: accepted")
+
+
+# ---------------------------------------------------------------- memory
+
+
+class _Masks(TorchDispatchMode):
+    """How many tensors are made with a row and a column for each of so many rows of the sequence."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._shape = (rows, rows)
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += sum(isinstance(t, torch.Tensor) and t.shape[-2:] == self._shape for t in tree_leaves(result))
+        return result
+
+
+def _masks() -> dict[str, tuple[int, int]]:
+    """How many masks a step makes without UPipe, in one process, and with it, by model."""
+    S, found = 524, {}  # no size of a kernel's blocks
+    batch, positions = make_batch(seq=S), torch.arange(S)[None]
+    documents = _positions([[200, 324]])
+    models = {
+        "window": lambda: make_model("mistral", sliding_window=32),
+        "windows in some layers": lambda: tiny_model("gemma3_text"),
+        "eager": lambda: make_model("llama", attn_implementation="eager"),
+    }
+    for name, make in models.items():
+        with _Masks(S) as alone:
+            _one_process(make(), batch, position_ids=positions)
+        model = make()
+        with _upipe(model), _Masks(S // 2) as ours:
+            for places in (positions, documents):
+                _on_ranks(model, batch, places)
+        found[name] = alone.count, ours.count
+    return found
+
+
+def test_no_mask_is_made_of_the_rows_of_a_shard():
+    """Windows had `[1, 1, L, L]` from Transformers: 17 GB at 1M tokens on 8 ranks."""
+    for found in run_ranks(2, _masks):
+        for name, (alone, ours) in found.items():
+            assert alone > 0 and ours == 0, (name, alone, ours)
 
 
 # ---------------------------------------------------------------- remedies
