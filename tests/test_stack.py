@@ -537,7 +537,7 @@ def test_forwards_without_gradients_and_generate():
     for by_rank in results:
         for name in ("generate", "generate alone", "generate while training"):
             message = by_rank.pop(name)
-            assert "called with a key/value cache (generate())" in message and "disable_in_eval=True" in message
+            assert "called by generate()" in message and "disable_in_eval=True" in message
         assert "register Ulysses with disable_in_eval=True" in by_rank.pop("generate without cache")
         assert len(by_rank) == 5
         assert max(by_rank.values()) < 5e-6, by_rank
