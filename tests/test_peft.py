@@ -467,6 +467,53 @@ def test_other_adapters_are_refused_by_name(refusals, case, message):
         raise ValueError(refusals[case])
 
 
+def _remedied() -> dict[str, float]:
+    """Errors of logits and every gradient against the unpatched model, by the refusal whose advice was followed."""
+    import peft
+
+    def merged(model: Any) -> torch.nn.Module:
+        plain = model.merge_and_unload()
+        return plain.requires_grad_(True)
+
+    def dora() -> Any:
+        config = peft.LoraConfig(target_modules=["v_proj"], use_dora=True, init_lora_weights=False)
+        return peft.get_peft_model(make_model("llama with bias", dtype=torch.float64), config)
+
+    def lora(targets: str, family: str = "llama with bias") -> Any:
+        return with_lora(make_model(family, dtype=torch.float64), targets).double()
+
+    def saved_norm() -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])  # and not k_norm
+        return shaken(peft.get_peft_model(make_model("qwen3", dtype=torch.float64), config)).double()
+
+    cases: dict[str, tuple[Any, str]] = {
+        "dora, merged": (lambda: merged(dora()), "keep"),
+        "dora, without the option": (lambda: lora("v"), "keep"),
+        "dora, left out of its targets": (lambda: lora("q"), "keep"),
+        "output in fused, merged": (lambda: merged(lora("qo")), "fused"),
+        "output in fused, recomputed": (lambda: lora("qo"), "recompute"),
+        "latent, merged": (lambda: merged(with_lora(of_zoo("minicpm3"), "q_a_proj,kv_b_proj").double()), "keep"),
+        "latent, left out": (lambda: with_lora(of_zoo("minicpm3"), "q_a_proj").double(), "keep"),
+        "norm, left out of modules_to_save": (saved_norm, "keep"),
+        "quantised, in another dtype": (lambda: make_model("qwen3", dtype=torch.float64), "keep"),
+    }
+    batch, errors = make_batch(seq=8), {}
+    for name, (make, memory) in cases.items():
+        torch.manual_seed(0)
+        model = exact_norms(make())
+        wanted = single_process(model, batch)
+        attached(model, 4, memory=memory)
+        errors[name] = max(worst(single_process(model, batch), wanted).values())
+        assert len(wanted) > 2, name
+    return errors
+
+
+def test_what_a_refusal_advises_ends_in_a_right_run():
+    """Public fault 45."""
+    errors = run_in_process(_remedied)
+    assert len(errors) == 9 and {name: error for name, error in errors.items() if not error < 1e-6} == {}
+
+
 def _refused_later() -> dict[str, str]:
     """What is changed after setup so that it can't be served any more."""
     import peft

@@ -374,6 +374,11 @@ def _refused() -> dict[str, str]:
         except ValueError as error:
             results[name] = str(error)
         assert name == "head" or "forward" not in vars(model.lm_head)
+        if name in ("softcap", "head"):  # the message says to use sequence_parallel_loss
+            logits = engine(input_ids=ids).logits
+            right = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            error = deepspeed_plugin.sequence_parallel_loss(engine, logits, ids) - right
+            assert "Use sequence_parallel_loss" in results[name] and abs(float(error.detach())) < 1e-5, name
         engine.destroy()
     return results
 
