@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_patch.stock import addition
+from upipe_integrations.constants import constant
 
 
 class ParallelLinear(nn.Module):
@@ -100,7 +101,7 @@ class QkvPlaces:
 
     def gate_outputs(self, head_dim: int, device: torch.device) -> Tensor:
         """The outputs of ``linear_qkv`` that are gates, in the order of the query heads: `[query heads * head_dim]`."""
-        first = torch.tensor(self.gate, device=device)[:, None] * head_dim
+        first = constant(self.gate, device)[:, None] * head_dim
         return (first + torch.arange(head_dim, device=device)).flatten()
 
 

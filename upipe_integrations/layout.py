@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from upipe_integrations.constants import made_once
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,21 @@ class Layout:
         """All ranks' rows one after the other -> natural order; the same tensor where they are the same."""
         if self.is_natural:
             return by_rank
-        slots = _slots(self, by_rank.shape[dim], ranks, by_rank.device)
-        return by_rank.index_select(dim, slots)
+        return by_rank.index_select(dim, made_once(_slots, (self, by_rank.shape[dim], ranks), by_rank.device))
 
     def from_natural(self, natural: Tensor, dim: int, ranks: int) -> Tensor:
         """The inverse of :meth:`to_natural`."""
         if self.is_natural:
             return natural
-        return natural.index_select(dim, _order(self, natural.shape[dim], ranks, natural.device))
+        return natural.index_select(dim, made_once(_order, (self, natural.shape[dim], ranks), natural.device))
 
 
-@lru_cache(maxsize=16)
-def _order(layout: Layout, length: int, ranks: int, device: torch.device) -> Tensor:
-    """The natural row of each slot, slots being all ranks' rows one after the other."""
-    return torch.cat([layout.rows(rank, length, ranks) for rank in range(ranks)]).to(device)
+def _order(of: tuple[Layout, int, int], dtype: torch.dtype) -> Tensor:
+    """The natural row of each slot, slots being all ranks' rows one after the other, of (layout, length, ranks)."""
+    layout, length, ranks = of
+    return torch.cat([layout.rows(rank, length, ranks) for rank in range(ranks)]).to(dtype)
 
 
-@lru_cache(maxsize=16)
-def _slots(layout: Layout, length: int, ranks: int, device: torch.device) -> Tensor:
+def _slots(of: tuple[Layout, int, int], dtype: torch.dtype) -> Tensor:
     """The slot of each natural row."""
-    return torch.argsort(_order(layout, length, ranks, device))
+    return torch.argsort(_order(of, dtype))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import group_rank
+from upipe_integrations.constants import constant
 from upipe_integrations.engine.call import Call
 from upipe_integrations.projections.sums import RunningSum, ScaledSum, Sum
 from upipe_integrations.schedule import Stage
@@ -100,8 +101,8 @@ class StageAttention:
         self._kernel, self._ranks = staging.kernel, staging.schedule.ranks
         self._heads = stage.q.by_rank[rank]
         # None where the kernel's own grouping of query heads says the same.
-        self._pairing = None if stage.grouped_evenly(rank) else torch.tensor(stage.kv_of_q[rank], device=device)
-        self._sinks = None if call.sinks is None else call.sinks[list(self._heads)]
+        self._pairing = None if stage.grouped_evenly(rank) else constant(stage.kv_of_q[rank], device)
+        self._sinks = None if call.sinks is None else call.sinks.index_select(0, constant(self._heads, device))
         self._sink_gradient = sink_gradient
         self._spec = call.spec
         if call.spec.dropout is not None:  # which must know the heads
@@ -175,5 +176,4 @@ class StageAttention:
             return
         probability = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
         through = torch.einsum("bnsd,bnsd->bns", dout.to(lse.dtype), out.to(lse.dtype))
-        here = torch.tensor(self._heads, device=total.device)
-        total.index_add_(0, here, -(probability * through).sum((0, 2)).to(total.dtype))
+        total.index_add_(0, constant(self._heads, total.device), -(probability * through).sum((0, 2)).to(total.dtype))

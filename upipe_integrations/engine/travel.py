@@ -135,7 +135,7 @@ def zero_padding(pieces: Tensor, chunk: HeadChunk) -> None:
     """Make the repeated heads of `[C, L, B, n, D]` zero."""
     for position in chunk.padding:
         rank, j = divmod(position, chunk.per_rank)
-        pieces[rank, :, :, j] = 0
+        pieces[rank, :, :, j].zero_()  # an assigned 0 is a tensor of the host
 
 
 def pieces_of(attended: Tensor, staging: Staging) -> Tensor:

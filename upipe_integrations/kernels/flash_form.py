@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from upipe_integrations.constants import constant
 from upipe_integrations.kernels.base import DOCUMENTS, WINDOW, AttentionSpec, Kernel
 
 
@@ -22,10 +22,9 @@ class Packing:
     longest: int
 
 
-@lru_cache(maxsize=8)
 def _packing(boundaries: tuple[int, ...], device: torch.device) -> Packing:
     longest = max(b - a for a, b in itertools.pairwise(boundaries))
-    return Packing(torch.tensor(boundaries, dtype=torch.int32, device=device), longest)
+    return Packing(constant(boundaries, device, torch.int32), longest)
 
 
 class FlashForm(Kernel):

@@ -7,11 +7,13 @@ is indexed. Callers need not know which.
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from upipe_integrations.constants import constant
 from upipe_integrations.schedule import HeadChunk
 
 HeadLists = tuple[tuple[int, ...], ...]
@@ -34,7 +36,7 @@ def _view(tensor: Tensor, lists: HeadLists, dim: int) -> Tensor | None:
 
 
 def _index(lists: HeadLists, device: torch.device) -> Tensor:
-    return torch.tensor(lists, device=device).flatten()
+    return constant(tuple(itertools.chain.from_iterable(lists)), device)
 
 
 def take_heads(tensor: Tensor, lists: HeadLists, dim: int) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from upipe_integrations.all_to_all import send_view
+from upipe_integrations.constants import constant
 from upipe_integrations.projections.head_function import HeadFunction
 from upipe_integrations.projections.heads import HeadLists, add_head_weights, take_heads
 from upipe_integrations.projections.products import add_product, product
@@ -362,4 +363,4 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:
     """Where each head of the exchange buffer is among the chunk's distinct heads."""
     at = {head: i for i, head in enumerate(chunk.distinct[0])}
-    return torch.tensor([at[head] for row in chunk.by_rank for head in row], device=device)
+    return constant(tuple(at[head] for row in chunk.by_rank for head in row), device)
