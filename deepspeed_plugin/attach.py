@@ -23,7 +23,6 @@ from deepspeed_plugin.transformers.lengths import LargestPosition
 from deepspeed_plugin.transformers.stock import StockAttention, check_module
 from deepspeed_plugin.transformers.vision import attend_as_before, attend_locally
 from upipe_integrations import Schedule, UPipeConfig, select_kernel
-from upipe_integrations.kernels import KERNELS
 from upipe_integrations.planning.closed_forms import LayerShape, ulysses_peak, upipe_peak
 
 _MILLION_TOKENS = 1 << 20
@@ -172,8 +171,8 @@ def _name_of(function: Any) -> str:
 
 
 def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of the kernel a layer will use; where it is the slow one on a GPU, why."""
-    request = fact.kernel_request(device, dtype, fact.spec())
+    """The name of the kernel a layer will use."""
+    request = fact.kernel_request(device, dtype, fact.spec(), blocks=config.mode.query_blocks > 1)
     kernel = select_kernel(config.kernel, request)
     if config.mode.query_blocks > 1:
         reason = kernel.block_refusal(request.spec)
@@ -182,10 +181,7 @@ def _kernel_for(fact: AttentionFacts, config: UPipeConfig, device: torch.device,
                 f"upipe.memory = 'blocks' with kernel {kernel.name!r}: {reason}. Set upipe.memory to 'fused', or "
                 "upipe.kernel to another one."
             )
-    if kernel.name != "math" or device.type != "cuda":
-        return kernel.name
-    reasons = "; ".join(f"{other.name}: {other.refusal(request)}" for other in KERNELS.values() if other is not kernel)
-    return f"math, which is slow and was taken because no other can serve this ({reasons})"
+    return kernel.name
 
 
 def _register_external(child: StagedAttention) -> None:
@@ -245,7 +241,10 @@ def _summary(
     """The line that is logged; layers that differ from the first are counted, not described."""
     fact, schedule = next(iter(facts.values())), next(iter(schedules.values()))
     shape = LayerShape(fact.heads, fact.kv_heads, fact.head_dim, fact.hidden_size)
-    peaks = upipe_peak(shape, schedule, config.mode, with_output=with_output), ulysses_peak(shape, schedule.ranks)
+    peaks = (
+        upipe_peak(shape, schedule, config.mode, with_output=with_output, kernel=kernels[0]),
+        ulysses_peak(shape, schedule.ranks, kernel=kernels[0]),
+    )
     ours, theirs = (peak.gib(_MILLION_TOKENS, fact.head_dim, itemsize=dtype.itemsize) for peak in peaks)
     others = sum(other != schedule for other in schedules.values())
     names = ", ".join(sorted({f.class_name for f in facts.values()}))

@@ -144,7 +144,12 @@ class UPipeSelfAttention(SelfAttention):
         )
         sinks = sink_logits(self)
         request = KernelRequest(
-            x.device, x.dtype, self.hidden_size_per_attention_head, spec=spec, sinks=sinks is not None
+            x.device,
+            x.dtype,
+            self.hidden_size_per_attention_head,
+            spec=spec,
+            sinks=sinks is not None,
+            blocks=mode.query_blocks > 1,
         )
         output = None
         if mode.output_in_loop:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import sys
 import types
+import warnings
 
 import pytest
 import torch
 
-from upipe_integrations import KernelRequest, select_kernel
+from upipe_integrations import (
+    AttentionProjections,
+    KernelRequest,
+    Projection,
+    Schedule,
+    Staging,
+    Weights,
+    kernels,
+    select_kernel,
+    upipe_attention,
+)
 from upipe_integrations.kernels import (
     KERNELS,
     AttentionSpec,
@@ -20,6 +33,8 @@ from upipe_integrations.kernels import (
     FlashAttention3,
     FlashAttention4,
     MathKernel,
+    order_of_preference,
+    torch_flash,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -28,9 +43,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _chosen_anew():
     """Tests here differ in what is installed."""
-    select_kernel.cache_clear()
+    kernels._select.cache_clear()
     yield
-    select_kernel.cache_clear()
+    kernels._select.cache_clear()
 
 
 def _inputs(n=4, v=2, S=37, D=16, batch=2, dtype=torch.float64, device="cpu"):
@@ -520,7 +535,7 @@ def test_auto_takes_flash_attn_where_it_is_installed(monkeypatch):
     _install(monkeypatch, FlashAttention2(), _fa2_28(_Recorder()))
     assert select_kernel("auto", BF16).name == "flash-attn-2"
     assert select_kernel("auto", dataclasses.replace(BF16, device=CPU)).name == "torch-cpu-flash"
-    select_kernel.cache_clear()
+    kernels._select.cache_clear()
     _install(monkeypatch, FlashAttention3(), _fa3_28(_Recorder()))
     assert select_kernel("auto", BF16).name == "flash-attn-3"
 
@@ -654,6 +669,215 @@ def test_flash_attention_4_is_given_a_contiguous_gradient_with_documents(monkeyp
     assert strides and all(strides)
 
 
+# ---------------------------------------------------------------- the choice, by GPU
+
+
+def _gpu(monkeypatch, major, minor=0, cudnn=92000):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (major, minor))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: cudnn)
+
+
+@pytest.mark.parametrize("major", [None, 7, 8, 9, 10, 11, 12])
+def test_every_kernel_has_a_place_in_every_order(major, monkeypatch):
+    if major is not None:
+        _gpu(monkeypatch, major)
+    order = [kernel.name for kernel in order_of_preference(CUDA)]
+    assert sorted(order) == sorted(KERNELS) and order[-1] == "math"
+
+
+_ALL = {"flash-attn-2", "flash-attn-3", "flash-attn-4"}
+WINDOWED = dataclasses.replace(BF16, spec=AttentionSpec(window=8))
+PACKED = dataclasses.replace(BF16, spec=AttentionSpec(documents=((0, 5, 16),)))
+WITH_SINKS = dataclasses.replace(BF16, sinks=True)
+IN_BLOCKS = dataclasses.replace(BF16, blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "request_", "expected"),
+    [
+        ((9, 0), _ALL, BF16, "flash-attn-3"),
+        ((9, 0), {"flash-attn-2"}, BF16, "torch-cudnn"),
+        ((9, 0), set(), BF16, "torch-cudnn"),
+        ((9, 0), set(), WITH_SINKS, "torch-cudnn"),
+        ((9, 0), set(), WINDOWED, "torch-cuda-flash"),
+        ((9, 0), {"flash-attn-2"}, WINDOWED, "flash-attn-2"),
+        ((9, 0), {"flash-attn-2"}, IN_BLOCKS, "flash-attn-2"),
+        ((9, 0), set(), IN_BLOCKS, "torch-cuda-flash"),
+        ((9, 0), set(), dataclasses.replace(BF16, head_dim=256), "torch-cuda-flash"),
+        ((10, 0), _ALL, BF16, "torch-cudnn"),
+        ((10, 0), _ALL, PACKED, "flash-attn-4"),
+        ((10, 3), {"flash-attn-2"}, PACKED, "flash-attn-2"),
+        ((8, 0), _ALL, BF16, "flash-attn-2"),
+        ((8, 0), set(), BF16, "torch-cuda-flash"),
+        ((8, 9), set(), dataclasses.replace(BF16, head_dim=208), "torch-efficient"),
+        ((8, 0), set(), dataclasses.replace(BF16, head_dim=208), "torch-cuda-flash"),
+        ((12, 0), set(), dataclasses.replace(BF16, head_dim=256), "torch-cuda-flash"),
+        ((7, 5), _ALL, dataclasses.replace(BF16, dtype=torch.float16), "torch-efficient"),
+        ((7, 0), set(), BF16, "math"),
+    ],
+)
+def test_auto_by_capability(capability, installed, request_, expected, monkeypatch):
+    _nothing_installed(monkeypatch)
+    for kernel, functions in (
+        (FlashAttention2(), _fa2_28),
+        (FlashAttention3(), _fa3_28),
+        (FlashAttention4(), _fa4),
+    ):
+        if kernel.name in installed:
+            _install(monkeypatch, kernel, functions(_Recorder()))
+    _gpu(monkeypatch, *capability)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert select_kernel("auto", request_).name == expected
+    assert len(warned) == (expected == "math")
+
+
+@pytest.mark.parametrize(("version", "kernel"), [(91500, "torch-cuda-flash"), (91501, "torch-cudnn")])
+def test_cudnn_before_its_mended_lengths_is_left(version, kernel, monkeypatch):
+    _nothing_installed(monkeypatch)
+    _gpu(monkeypatch, 9, cudnn=version)
+    assert select_kernel("auto", BF16).name == kernel
+    if version == 91500:
+        with pytest.raises(ValueError, match=r"needs cuDNN 9\.15\.1, for lengths that 128 .* this is 9\.15\.0"):
+            select_kernel("torch-cudnn", BF16)
+
+
+def test_cudnn_that_is_switched_off_is_left(monkeypatch):
+    _nothing_installed(monkeypatch)
+    _gpu(monkeypatch, 9)
+    assert select_kernel("auto", BF16).name == "torch-cudnn"
+    monkeypatch.setattr("torch.backends.cuda.cudnn_sdp_enabled", lambda: False)
+    assert select_kernel("auto", BF16).name == "torch-cuda-flash"
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_are_honoured(monkeypatch, deterministic):
+    """By those that can: the others are left, and refuse to be named."""
+    _nothing_installed(monkeypatch)
+    _gpu(monkeypatch, 9)
+    assert select_kernel("auto", BF16).name == "torch-cuda-flash"
+    with pytest.raises(ValueError, match="its backward is not deterministic, which torch"):
+        select_kernel("torch-cudnn", BF16)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert select_kernel("auto", BF16).name == "torch-cudnn"
+    torch.use_deterministic_algorithms(True)
+    _install(monkeypatch, FlashAttention3(), _fa3_28(_Recorder()))
+    assert FlashAttention3().refusal(BF16) is None
+    assert "not deterministic for heads of more than 192" in FlashAttention3().refusal(
+        dataclasses.replace(BF16, head_dim=256)
+    )
+    _gpu(monkeypatch, 12)
+    _install(monkeypatch, FlashAttention4(), _fa4(_Recorder()))
+    assert "not deterministic on GPUs of compute capability 12" in FlashAttention4().refusal(BF16)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_flash_packages_are_told_to_be_deterministic(asked, monkeypatch):
+    functions, told = _fa2_28(_Recorder()), []
+    backward = functions["_flash_attn_backward"]
+    signature = inspect.signature(backward)
+
+    @functools.wraps(backward)
+    def noted(*args, **kwargs):
+        told.append(signature.bind(*args, **kwargs).arguments["deterministic"])
+        return backward(*args, **kwargs)
+
+    _install(monkeypatch, FlashAttention2(), {**functions, "_flash_attn_backward": noted})
+    q, k, v, dout = _inputs()
+    torch.use_deterministic_algorithms(asked)
+    try:
+        out, lse = FlashAttention2().forward(q, k, v, AttentionSpec())
+        FlashAttention2().backward(dout, q, k, v, out, lse, AttentionSpec())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [asked]
+
+
+def test_a_backward_that_can_not_be_deterministic_is_left(monkeypatch, deterministic):
+    """flash-attn before 2.4.1 has no such argument."""
+    _nothing_installed(monkeypatch)
+    functions = _fa2_28(_Recorder())
+    _install(monkeypatch, FlashAttention2(), {**functions, "_flash_attn_backward": lambda dout, q, k, v, out, dq: None})
+    assert "can't be deterministic" in FlashAttention2().refusal(BF16)
+
+
+def test_plain_attention_on_a_gpu_is_not_taken_in_silence(monkeypatch):
+    """Nor for a length at which it would take minutes a layer."""
+    _nothing_installed(monkeypatch)
+    softcap = dataclasses.replace(BF16, spec=AttentionSpec(softcap=30.0))
+    with pytest.warns(
+        UserWarning, match=r"slow, as no other .* flash-attn-2: it is not installed \(pip install 'upipe"
+    ):
+        kernel = select_kernel("auto", softcap)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select_kernel("auto", softcap) is kernel  # said once
+        assert select_kernel("math", softcap).longest(128) is None
+        assert select_kernel("auto", dataclasses.replace(softcap, device=CPU)).longest(128) is None
+    assert kernel.name == "math" and kernel.longest(128) == 32768
+
+
+def test_a_sequence_beyond_what_a_kernel_attends_is_refused():
+    x = torch.zeros(1, 24, 16)
+    projections = AttentionProjections(*(Projection(Weights(torch.zeros(n * 8, 16)), 8) for n in (4, 2, 2)))
+    schedule = Schedule.build(heads=4, kv_heads=2, ranks=1, chunk_heads=2)
+    with pytest.raises(ValueError, match="kernel 'math' with a sequence of 24 tokens: it is taken for at most 16"):
+        upipe_attention(x, projections, Staging(schedule, None, MathKernel(16)))
+    upipe_attention(x, projections, Staging(schedule, None, select_kernel("math", BF16)))  # as the message says
+    assert FlashAttention3().longest(128) == 2**24 - 1
+
+
+def test_blocks_that_no_fast_kernel_does_are_refused_and_not_run_by_plain_attention(monkeypatch):
+    _nothing_installed(monkeypatch)
+    kernel = select_kernel("auto", dataclasses.replace(IN_BLOCKS, spec=AttentionSpec(window=8)))
+    assert kernel.name == "torch-cuda-flash" and kernel.block_refusal(AttentionSpec(window=8)) is not None
+
+
+# ---------------------------------------------------------------- PyTorch's operators
+
+
+def test_cudnn_is_given_one_layout_whatever_buffers_heads_lie_in(monkeypatch):
+    """PyTorch keeps its graphs by the strides of q, k and v alone, while those of out and dout are in them."""
+    given = []
+
+    def operator(dout, q, k, v, out, lse, *rest, **more):
+        given.append((q.stride(), dout.stride(), out.stride(), tuple(lse.shape), lse.is_contiguous()))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setattr(torch_flash._aten, "_scaled_dot_product_cudnn_attention_backward", operator)
+    kernel = KERNELS["torch-cudnn"]
+    S, n, D = 6, 2, 8
+    for B in (1, 2):
+        alone = [torch.randn(S, B, n, D).permute(1, 2, 0, 3) for _ in range(3)]
+        together = [t.permute(1, 2, 0, 3) for t in torch.randn(S, B, 3 * n, D).split(n, 2)]
+        kv = torch.randn(S, B, 1, D).permute(1, 2, 0, 3)
+        for q in (alone[0], together[0]):
+            given.clear()
+            for dout, out in (alone[1:], together[1:]):
+                kernel.backward(dout, q, kv, kv, out, torch.zeros(B, S, n).transpose(1, 2), AttentionSpec())
+            assert given[0] == given[1], "one graph would serve both"
+            assert given[0][3:] == ((B, n, S, 1), True)
+
+
+def test_cudnn_copies_nothing_that_arrives_alone():
+    kernel, (S, n, D) = KERNELS["torch-cudnn"], (6, 2, 8)
+    for B in (1, 2):
+        alone = [torch.randn(S, B, n, D).permute(1, 2, 0, 3) for _ in range(2)]
+        together = torch.randn(S, B, 3 * n, D)[:, :, :n].permute(1, 2, 0, 3)
+        for q in (alone[0], together):
+            assert torch_flash._laid_out_as(alone[1], q) is alone[1]
+        assert torch_flash._laid_out_as(together, alone[0]) is not together
+        assert torch.equal(torch_flash._laid_out_as(together, alone[0]), together)
+    assert kernel.copies_slices
+
+
 @pytest.mark.parametrize("name", ["torch-cuda-flash", "torch-cudnn", "torch-efficient"])
 @pytest.mark.parametrize("spec", ["causal", "window", "documents"])
 def test_torch_operators_take_our_arguments(name, spec):
@@ -671,6 +895,7 @@ def test_torch_operators_take_our_arguments(name, spec):
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, spec)
         assert out.shape == q.shape == dq.shape
         assert dk.shape == k.shape and dv.shape == v.shape
+        assert lse.shape == q.shape[:3] or name == "torch-efficient"
 
 
 @pytest.mark.gpu

@@ -48,7 +48,7 @@ CASES = pairwise(
         "ranks": (2, 3, 4),
         "feature": ("none", *FEATURES),
         "mode": tuple(MODES),
-        "kernel": ("math", "torch-cpu-flash"),
+        "kernel": ("math", "torch-cpu-flash", "math, alone"),
         "heads": ((8, 2), (7, 1)),
         "layout": tuple(LAYOUTS),
         "outside": (False, True),
@@ -61,6 +61,16 @@ CASES = pairwise(
 )
 
 
+class _Alone(MathKernel):
+    """A kernel that would copy what shares a buffer, which it is not given."""
+
+    copies_slices = True
+
+    def backward(self, dout, q, k, v, out, lse, spec):
+        assert all(t.untyped_storage().nbytes() == t.numel() * t.itemsize for t in (dout, out))
+        return super().backward(dout, q, k, v, out, lse, spec)
+
+
 def _errors_of_features(cases: list[dict]) -> dict[tuple, float]:
     C = dist.get_world_size()
     worst = {}
@@ -70,7 +80,7 @@ def _errors_of_features(cases: list[dict]) -> dict[tuple, float]:
             layer,
             C,
             dist.group.WORLD,
-            case["kernel"],
+            _Alone() if case["kernel"] == "math, alone" else case["kernel"],
             layout=LAYOUTS[case["layout"]],
             mode=MODES[case["mode"]],
             outside=case["outside"],

@@ -229,6 +229,13 @@ def _check(call: Call, batch: int, rows: int) -> None:
                 f"documents of batch row {number} end at {row[-1]} and there are {len(spec.documents or ())} rows of "
                 f"them: they must end at the sequence length {S}, for each of {batch} batch rows or once for all."
             )
+    longest = kernel.longest(q.head_dim)
+    if longest is not None and longest < S:
+        raise ValueError(
+            f"kernel {kernel.name!r} with a sequence of {S} tokens: it is taken for at most {longest}. Name another "
+            "kernel ('upipe.kernel', --upipe-kernel or select_kernel), or shorten the sequence; 'math' by its name has "
+            "no limit."
+        )
     if staging.mode.query_blocks > 1:
         _check_blocks(call, rows)
     request = KernelRequest(q.device, call.dtype, q.head_dim, v.head_dim, spec, sinks is not None)

@@ -60,9 +60,11 @@ class AttentionFacts:
         """What the layer computes."""
         return AttentionSpec(scale=self.scale, window=self.window, softcap=self.softcap, documents=documents)
 
-    def kernel_request(self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> KernelRequest:
-        """What the layer's kernel must serve."""
-        return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks)
+    def kernel_request(
+        self, device: torch.device, dtype: torch.dtype, spec: AttentionSpec, *, blocks: bool
+    ) -> KernelRequest:
+        """What the layer's kernel must serve; `blocks` as in ``KernelRequest``."""
+        return KernelRequest(device, dtype, self.head_dim, self.value_dim, spec, self.sinks, blocks)
 
     def projections(self, reader: AttentionReader, low_rank_inputs: dict[str, Tensor]) -> list[Projection]:
         """The projections of q, k and v, without functions of their heads.

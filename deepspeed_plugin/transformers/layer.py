@@ -143,7 +143,9 @@ class StagedAttention(nn.Module):
         spec = facts.now(reader).spec(documents)
         sinks = reader.sinks
         dtype = compute_dtype(hidden_states)
-        request = facts.kernel_request(hidden_states.device, dtype, spec)
+        request = facts.kernel_request(
+            hidden_states.device, dtype, spec, blocks=self.settings.config.mode.query_blocks > 1
+        )
         if family.latent is None:
             x, projections = hidden_states, self._projections(hidden_states, low_rank_inputs, tables, query_factor)
         else:

@@ -170,7 +170,8 @@ class Job:
 
     def request(self) -> KernelRequest:
         """What the kernel must serve."""
-        return KernelRequest(torch.device(self.device), self.dtype, self.shape.head_dim)
+        blocks = any(c.mode is not None and c.mode.query_blocks > 1 for c in self.contenders)
+        return KernelRequest(torch.device(self.device), self.dtype, self.shape.head_dim, blocks=blocks)
 
     @property
     def runs(self) -> int:

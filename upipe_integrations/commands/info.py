@@ -111,15 +111,15 @@ def _answer(process: subprocess.Popen[str]) -> str:
 def _kernels() -> Iterator[str]:
     import torch
 
-    from upipe_integrations.kernels import KERNELS, KernelRequest, select_kernel
+    from upipe_integrations.kernels import KernelRequest, order_of_preference, select_kernel
 
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         request = KernelRequest(torch.device(device), dtype, 128)
-        yield f"\nkernels for {device}, {str(dtype).removeprefix('torch.')}, heads of 128:"
+        yield f"\nkernels for {device}, {str(dtype).removeprefix('torch.')}, heads of 128, the first that can is taken:"
         no_gpu = "no GPU here" if device == "cuda" and not torch.cuda.device_count() else None
-        for name, kernel in KERNELS.items():
+        for kernel in order_of_preference(request.device):
             reason = kernel.refusal(request) or no_gpu
-            yield f"  {name:18} {'no: ' + reason if reason else 'yes'}"
+            yield f"  {kernel.name:18} {'no: ' + reason if reason else 'yes'}"
         if no_gpu is None:
             yield f"  auto takes {select_kernel('auto', request).name}"
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from upipe_integrations.commands.parsing import add_model, add_number, numbers, tokens, words
 from upipe_integrations.mode import MEMORY
+from upipe_integrations.planning.closed_forms import USUAL_KERNEL
 from upipe_integrations.planning.models import PRESETS, find_model
 from upipe_integrations.planning.plan import Plan
 from upipe_integrations.planning.report import as_dict, plot, text, trace_table
-from upipe_integrations.planning.setup import CHECKPOINTING, HOSTS, OFFLOAD, ZERO, Setup
+from upipe_integrations.planning.setup import CHECKPOINTING, HOSTS, OFFLOAD, PLANNED_KERNELS, ZERO, Setup
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -52,6 +53,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     stack.add_argument("--offload", metavar="A,B", help=f"to host memory: {', '.join(OFFLOAD)}")
     stack.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles of rows")
     stack.add_argument("--tiled-loss", action="store_true", help="logits of some rows at a time")
+    stack.add_argument(
+        "--kernel",
+        choices=PLANNED_KERNELS,
+        default=USUAL_KERNEL,
+        help="local attention, whose buffers count (default: %(default)s); upipe info says which one a GPU gets",
+    )
     add_number(stack, "--lora-rank", "train LoRA on all linear layers, the model frozen", default=0)
     upipe = parser.add_argument_group("UPipe")
     upipe.add_argument("--chunk-heads", metavar="A,B", help="query heads per stage (default: ranks, and twice them)")
@@ -95,4 +102,5 @@ def _setup(options: argparse.Namespace) -> Setup:
         tiled_mlp=options.tiled_mlp,
         tiled_loss=options.tiled_loss,
         lora_rank=options.lora_rank,
+        kernel=options.kernel,
     )

@@ -79,9 +79,10 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
         """See :class:`Travel`."""
         call, saved = self._call, self._saved
         kv, q = kv_of(call, step), queries_of(call, step)
-        others = [HeadsToSend(self._dout, step.q, zero_padding=True)]
+        alone = call.staging.kernel.copies_slices
+        others = [HeadsToSend(self._dout, step.q, zero_padding=True, alone=alone)]
         if saved is not None:
-            others.append(HeadsToSend(GivenHeads(saved.out), step.q))
+            others.append(HeadsToSend(GivenHeads(saved.out), step.q, alone=alone))
         if saved is not None and call.staging.mode.keeps_heads:
             saved_kv = Saved(kv, saved.heads) if kv else None
             return saved_kv, [Saved([q], saved.heads), Sent(others, call)]

@@ -40,17 +40,25 @@ class HeadsToSend:
         source: where they come from.
         chunk: which they are.
         zero_padding: whether repeated heads are sent as zeros.
+        alone: whether they travel in a buffer of their own, where others share one.
     """
 
     source: HeadSource
     chunk: HeadChunk
     zero_padding: bool = False
+    alone: bool = False
 
 
 def by_exchange(items: Sequence[HeadsToSend]) -> list[Sequence[HeadsToSend]]:
-    """What goes in one exchange: side by side where all heads have one size, else each in its own."""
+    """What goes in one exchange: neighbours side by side where all heads have one size, else each in its own."""
     alike = len({item.source.head_dim for item in items}) == 1
-    return [items] if alike else [(item,) for item in items]
+    groups: list[list[HeadsToSend]] = []
+    for item in items:
+        if groups and alike and not item.alone and not groups[-1][-1].alone:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return [tuple(group) for group in groups]
 
 
 def widths(items: Sequence[HeadsToSend]) -> list[int]:

@@ -116,6 +116,7 @@ class KernelRequest:
         value_dim: size of value heads; None is `head_dim`.
         spec: what is computed.
         sinks: whether there are attention sinks.
+        blocks: whether query rows are attended in blocks (memory mode ``"blocks"``).
     """
 
     device: torch.device
@@ -124,6 +125,7 @@ class KernelRequest:
     value_dim: int | None = None
     spec: AttentionSpec = field(default_factory=AttentionSpec)
     sinks: bool = False
+    blocks: bool = False
 
     def features(self) -> tuple[str, ...]:
         """Everything asked for beyond plain causal or full attention, in a user's words."""
@@ -140,6 +142,14 @@ class Kernel(ABC):
 
     name: str
     """In settings and messages."""
+
+    copies_slices: bool = False
+    """Whether backward would copy a `dout` or `out` that lies in one buffer with other heads: these then travel, and
+    arrive, in buffers of their own."""
+
+    def longest(self, head_dim: int) -> int | None:
+        """The longest sequence that it attends, in tokens; None is any."""
+        return None
 
     @abstractmethod
     def refusal(self, request: KernelRequest) -> str | None:
@@ -236,7 +246,37 @@ def cuda_refusal(request: KernelRequest, dtypes: tuple[torch.dtype, ...] = HALF_
         return f"it computes in {names}, these are {request.dtype}"
     if request.head_dim % 8 or request.head_dim > 256:
         return f"it needs a head size that is a multiple of 8 up to 256, this is {request.head_dim}"
+    major, _ = capability(request.device) or (8, 0)
+    if major < 8 and request.dtype == torch.bfloat16:
+        return f"it computes in bfloat16 on GPUs of compute capability 8 and up, this is {major}"
     return None
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The GPU's compute capability; None where there is no GPU to ask (a CPU, or fake CUDA tensors on one)."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def flash_refusal(request: KernelRequest) -> str | None:
+    """The conditions of FlashAttention 2's kernels, of its package's as of PyTorch's build of them."""
+    reason, found = cuda_refusal(request), capability(request.device)
+    if reason is not None or found is None:
+        return reason
+    if found[0] < 8:
+        return f"it is made for GPUs of compute capability 8 and up, this is {found[0]}"
+    small = found[0] == 12 or (found[0] == 8 and found[1] > 0)
+    if small and 192 < request.head_dim <= 224:
+        return (
+            f"its backward has no heads of {request.head_dim} on GPUs of compute capability {'.'.join(map(str, found))}"
+        )
+    return None
+
+
+def must_be_deterministic() -> bool:
+    """Whether ``torch.use_deterministic_algorithms`` asks for operators that give the same bits in every run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from upipe_integrations.kernels.base import (
     WINDOW,
     AttentionSpec,
     KernelRequest,
-    cuda_refusal,
+    capability,
+    flash_refusal,
+    must_be_deterministic,
     unserved,
 )
 from upipe_integrations.kernels.flash_form import FlashForm, Packing
@@ -64,10 +66,10 @@ class _FlashPackage(FlashForm):
 
     def refusal(self, request: KernelRequest) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        reason = cuda_refusal(request) or unserved(request, self.served)
+        reason = flash_refusal(request) or unserved(request, self.served)
         if reason is None and not _is_there(self.module, self.distribution):
             reason = f"it is not installed ({self.install})"
-        major = torch.cuda.get_device_capability(request.device)[0] if torch.cuda.is_available() else None
+        major, _ = capability(request.device) or (None, None)
         if reason is None and major is not None and major not in self.capabilities:
             reason = f"it is not made for GPUs of compute capability {major}"
         return reason or self._limit(request, major) or _import_failure(self.module) or self._unbindable(request)
@@ -81,7 +83,13 @@ class _FlashPackage(FlashForm):
         packed = request.spec.documents is not None
         names = (self.packed_forward, self.packed_backward) if packed else (self.dense_forward, self.dense_backward)
         problems = (self._problem(name, request.spec, set(_TENSORS), packed=packed) for name in names)
-        return next((problem for problem in problems if problem is not None), None)
+        problem = next((problem for problem in problems if problem is not None), None)
+        if problem is None and must_be_deterministic() and "deterministic" not in self._function(names[1])[1]:
+            return (
+                f"the installed {self.module}'s backward can't be deterministic, which "
+                "torch.use_deterministic_algorithms asks for"
+            )
+        return problem
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packing: Packing | None
@@ -123,6 +131,7 @@ class _FlashPackage(FlashForm):
             "window_size_right": right,
             "softcap": spec.softcap or 0.0,
             **_OFF,
+            "deterministic": must_be_deterministic(),
             **tensors,
         }
         if packing is not None:
@@ -232,6 +241,10 @@ class FlashAttention3(_FlashPackage):
     dense_forward = packed_forward = "_flash_attn_forward"
     dense_backward = packed_backward = "_flash_attn_backward"
 
+    def longest(self, head_dim: int) -> int | None:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`: rows times head size are an int in its kernels."""
+        return (2**31 - 1) // head_dim
+
     def _limit(self, request: KernelRequest, major: int | None) -> str | None:
         """Value sizes of hopper/flash_api.cpp, with backward's, and what a build leaves out."""
         D, Dv = request.head_dim, request.value_dim or request.head_dim
@@ -240,6 +253,8 @@ class FlashAttention3(_FlashPackage):
                 "it does value heads of another size for key heads of up to 64, and for 136 to 192 with value heads of "
                 f"104 to 128; these are {D} and {Dv}"
             )
+        if D > 192 and must_be_deterministic():
+            return "its backward is not deterministic for heads of more than 192"
         return next(
             (f"its build has no {what} (FLASHATTENTION_DISABLE_{flag})" for flag, what in _left_out(request)), None
         )
@@ -255,12 +270,15 @@ class FlashAttention4(_FlashPackage):
     served = (WINDOW, SOFTCAP, DOCUMENTS, SINKS)
     capabilities = range(9, 100)
     no_window = None
+    copies_slices = True  # dout, with documents
     dense_forward = packed_forward = "_flash_attn_fwd"
     dense_backward = packed_backward = "_flash_attn_bwd"
 
     def _limit(self, request: KernelRequest, major: int | None) -> str | None:
         """What Blackwell's kernels have, and what early releases assert away."""
         D, spec = request.head_dim, request.spec
+        if major == 12 and must_be_deterministic():
+            return "its backward is not deterministic on GPUs of compute capability 12"
         if major is not None and major >= 10:
             if D > 128 and D != 256:
                 return f"on GPUs of compute capability {major} it does head sizes up to 128, and 256; these are {D}"

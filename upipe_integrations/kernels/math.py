@@ -27,9 +27,22 @@ _BLOCK_ROWS = 1024
 
 
 class MathKernel(BlockKernel):
-    """Plain softmax attention with every feature; see the module docstring."""
+    """Plain softmax attention with every feature; see the module docstring.
+
+    Args:
+        longest: the longest sequence that it is taken for, in tokens; None is any.
+    """
 
     name = "math"
+
+    _longest: int | None = None
+
+    def __init__(self, longest: int | None = None) -> None:
+        self._longest = longest
+
+    def longest(self, head_dim: int) -> int | None:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        return self._longest
 
     def refusal(self, request: KernelRequest) -> str | None:
         """None: every request is served."""
@@ -100,12 +113,14 @@ def _regions_of(q: Tensor, k: Tensor, spec: AttentionSpec, start: int, first_key
 
 
 def per_query_head(kv: Tensor, q: Tensor) -> Tensor:
-    """A KV head for every query head: a, b -> a, a, b, b."""
-    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+    """A KV head for every query head: a, b -> a, a, b, b; the same tensor where there are as many."""
+    return kv if q.shape[1] == kv.shape[1] else kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 
 def sum_groups(grad: Tensor, kv: Tensor) -> Tensor:
     """The inverse of :func:`per_query_head` for gradients."""
+    if grad.shape[1] == kv.shape[1]:
+        return grad.to(kv.dtype)
     grouped: Tensor = grad.unflatten(1, (kv.shape[1], -1))
     return grouped.sum(2).to(kv.dtype)
 

@@ -24,8 +24,11 @@ from upipe_integrations.kernels.base import (
     Kernel,
     KernelRequest,
     Region,
+    capability,
     common,
     cuda_refusal,
+    flash_refusal,
+    must_be_deterministic,
     regions,
     shifted,
     unserved,
@@ -192,10 +195,11 @@ class TorchCudaFlash(FlashForm):
     the ``_flash_attention_forward`` under it."""
 
     name = "torch-cuda-flash"
+    copies_slices = True  # `contiguous()` of both, in ATen/native/transformers/cuda/attention_backward.cu
 
     def refusal(self, request: KernelRequest) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return cuda_refusal(request) or unserved(request, (WINDOW, DOCUMENTS, SINKS))
+        return flash_refusal(request) or unserved(request, (WINDOW, DOCUMENTS, SINKS))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
@@ -255,46 +259,59 @@ def _scale_and_window(spec: AttentionSpec, q: Tensor) -> dict[str, float | int |
 
 
 class TorchCudnn(Kernel):
-    """``_scaled_dot_product_cudnn_attention``: cuDNN's flash attention, for Hopper and later. KV heads are repeated."""
+    """``_scaled_dot_product_cudnn_attention``: cuDNN's flash attention, GQA natively.
+
+    PyTorch keeps cuDNN's graphs by the sizes and strides of q, k and v alone (``MHAParams``, in ATen/native/cudnn/
+    MHA.cpp), and a graph has the strides of `out` and `dout` in it: were they others than those of the call it was
+    made for, gradients would be wrong without a word. Backward gives both in the one layout that forward makes for q.
+    """
 
     name = "torch-cudnn"
+    copies_slices = True
+    _lse_dims = 4
 
     def refusal(self, request: KernelRequest) -> str | None:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        # Its lse has a layout of its own, which sinks can't be merged into.
-        return cuda_refusal(request) or unserved(request, ())
+        """See :class:`~upipe_integrations.kernels.base.Kernel`.
 
-    def lse_like(self, q: Tensor) -> Tensor:
-        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        return q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+        The conditions are PyTorch's own (``can_use_cudnn_attention``, in ATen/native/transformers/cuda/sdp_utils.cpp).
+        """
+        reason = cuda_refusal(request) or unserved(request, (SINKS,))
+        if reason is not None:
+            return reason
+        found, version = capability(request.device), torch.backends.cudnn.version()
+        if found is not None and found[0] < 8:
+            return f"it is made for GPUs of compute capability 8 and up, this is {found[0]}"
+        if request.head_dim > 128:
+            return f"its backward has head sizes up to 128, this is {request.head_dim}"
+        if version is not None and version < _CUDNN:
+            return f"it needs cuDNN {_words(_CUDNN)}, for lengths that 128 does not divide; this is {_words(version)}"
+        if not torch.backends.cuda.cudnn_sdp_enabled():
+            return "it is switched off (torch.backends.cuda.enable_cudnn_sdp)"
+        if must_be_deterministic():
+            return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for"
+        return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q,
-            per_query_head(k, q),
-            per_query_head(v, q),
-            None,
-            True,
-            0.0,
-            spec.causal,
-            False,
-            scale=spec.scale_for(q.shape[3]),
+            q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale_for(q.shape[3])
         )
-        return out, lse
+        self._lse_dims = lse.dim()  # [B, n, S, 1] or [B, n, S], by the release of PyTorch
+        return out, lse.reshape(q.shape[:3])
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
         unused = _unused_random_state(q)
+        dout, out, lse = _laid_out_as(dout, q), _laid_out_as(out, q), lse.contiguous()
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout,
             q,
-            per_query_head(k, q),
-            per_query_head(v, q),
+            k,
+            v,
             out,
-            lse,
+            lse[..., None] if self._lse_dims == 4 else lse,
             unused,
             unused,
             None,
@@ -306,13 +323,31 @@ class TorchCudnn(Kernel):
             spec.causal,
             scale=spec.scale_for(q.shape[3]),
         )
-        return dq, sum_groups(dk, k), sum_groups(dv, v)
+        return dq, dk, dv
+
+
+_CUDNN = 91501
+"""The first release that PyTorch puts first itself (pytorch#169849)."""
+
+
+def _words(version: int) -> str:
+    """A version of cuDNN as it is written: 9.15.1."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _laid_out_as(t: Tensor, q: Tensor) -> Tensor:
+    """`t`, or a copy, with the strides of a new tensor like `q`, which is how the operator lays out its result."""
+    wanted = torch.empty_like(q, device="meta")
+    if all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), wanted.stride(), strict=True)):
+        return t
+    return torch.empty_strided(t.shape, wanted.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 class TorchEfficient(Kernel):
     """``_scaled_dot_product_efficient_attention``: memory-efficient attention, float32 too. KV heads are repeated."""
 
     name = "torch-efficient"
+    copies_slices = True
 
     def refusal(self, request: KernelRequest) -> str | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""

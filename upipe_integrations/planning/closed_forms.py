@@ -2,8 +2,8 @@
 
 Unit: one `[B, S, D]` tensor of the compute dtype, u = B * S * D * itemsize bytes (256 MiB at one million
 tokens, batch 1, D = 128, bf16). Counted: everything an attention layer allocates on one rank between its
-input and its output, the incoming gradient, weight gradients and the buffers FlashAttention 2 allocates
-inside its backward. Not counted: the layer's input, weights, rotary tables.
+input and its output, the incoming gradient, weight gradients and the buffers that the kernel allocates
+inside its backward (:data:`BUFFERS`). Not counted: the layer's input, weights, rotary tables.
 
 In the formulas h = H/C and k = K/C are query and KV heads per rank, chi = E/(C*D) is an `[L, E]` tensor in
 units, kappa KV heads and n query heads per KV head are one rank's in one stage.
@@ -18,6 +18,46 @@ from upipe_integrations.mode import PRODUCT_PIECES, Mode
 from upipe_integrations.schedule import Schedule, Stage
 
 _LSE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a kernel allocates inside its backward besides the results, in heads `[B, S, D]` of the compute dtype.
+
+    Args:
+        per_query_head: a sum of dq in float32.
+        shared_per_query_head: of a KV head that several query heads share, for each of them: dk and dv before they are
+            added up.
+        shared_per_kv_head: of a KV head that several query heads share: sums of dk and dv in float32.
+    """
+
+    per_query_head: float = 2
+    shared_per_query_head: float = 0
+    shared_per_kv_head: float = 0
+
+    def grouped(self, query_heads: float, kv_heads: float) -> float:
+        """What there is because query heads share KV heads."""
+        if query_heads == kv_heads:
+            return 0
+        return self.shared_per_query_head * query_heads + self.shared_per_kv_head * kv_heads
+
+
+_EXPANDED, _IN_FLOAT32 = Buffers(shared_per_query_head=2), Buffers(shared_per_kv_head=4)
+
+BUFFERS = {
+    "flash-attn-2": _EXPANDED,  # mha_bwd, csrc/flash_attn/flash_api.cpp
+    "flash-attn-3": _IN_FLOAT32,  # mha_bwd, hopper/flash_api.cpp
+    "flash-attn-4": _IN_FLOAT32,  # _flash_attn_bwd, flash_attn/cute/interface.py
+    # The same source as flash-attn-2; a batch of one sequence, as it copies dout and out of larger ones.
+    "torch-cuda-flash": _EXPANDED,
+    # Of cudnn-frontend's composite graph: the sum of dq, and dk and dv of every query head.
+    "torch-cudnn": _EXPANDED,
+    # K and V are repeated for it, and so are dk and dv.
+    "torch-efficient": Buffers(shared_per_query_head=4),
+}
+"""By kernel, read in their sources; ``benchmarks/proof.py`` measures them on a GPU."""
+
+USUAL_KERNEL = "flash-attn-2"
 
 
 @dataclass(frozen=True)
@@ -43,14 +83,18 @@ class PeakUnits:
         return PeakUnits(self.forward * unit, self.training * unit)
 
 
-def ulysses_peak(layer: LayerShape, ranks: int, *, one_pass_rotary: bool = False) -> PeakUnits:
+def ulysses_peak(
+    layer: LayerShape, ranks: int, *, one_pass_rotary: bool = False, kernel: str = USUAL_KERNEL
+) -> PeakUnits:
     """Closed form for plain Ulysses in DeepSpeed's order of operations.
 
-    `one_pass_rotary`: rotary by one fused kernel rather than by Transformers' own function.
+    `one_pass_rotary`: rotary by one fused kernel rather than by Transformers' own function. `kernel`: see
+    :func:`upipe_peak`.
     """
     h, k, chi = _per_rank(layer, ranks)
+    buffers = BUFFERS.get(kernel, BUFFERS[USUAL_KERNEL])
     forward = (3 if one_pass_rotary else 4) * h + 2 * k
-    training = chi + 6 * h + 4 * k + (2 * h if h != k else 0)
+    training = chi + (4 + buffers.per_query_head) * h + 4 * k + buffers.grouped(h, k)
     return PeakUnits(forward, training)
 
 
@@ -69,13 +113,20 @@ def ring_peak(layer: LayerShape, ranks: int) -> PeakUnits:
 
 
 def upipe_peak(
-    layer: LayerShape, schedule: Schedule, mode: Mode | None = None, *, with_output: bool = True
+    layer: LayerShape,
+    schedule: Schedule,
+    mode: Mode | None = None,
+    *,
+    with_output: bool = True,
+    kernel: str = USUAL_KERNEL,
 ) -> PeakUnits:
     """Closed form for the engine with `schedule` in `mode` (None keeps out and lse), rotary in one pass.
 
-    `with_output`: whether the call has the output projection, in modes that may have it or not.
+    `with_output`: whether the call has the output projection, in modes that may have it or not. `kernel`: whose
+    buffers are counted, of :data:`BUFFERS`; for one that is not there (a CPU's) FlashAttention 2's.
     """
     mode = mode or Mode()
+    buffers = BUFFERS.get(kernel, BUFFERS[USUAL_KERNEL])
     h, _, chi = _per_rank(layer, schedule.ranks)
     lse = h * _LSE_BYTES / (2 * layer.head_dim)
     stages = [
@@ -84,7 +135,7 @@ def upipe_peak(
     ]
     after = mode.keeps_output and with_output
     forward = _forward_peak(stages, mode, h, chi, lse, after)
-    return PeakUnits(forward, _training_peak(stages, mode, h, chi, schedule.ranks, after))
+    return PeakUnits(forward, _training_peak(stages, mode, h, chi, schedule.ranks, after, buffers))
 
 
 def weight_gradients(layer: LayerShape, tokens: int, schedule: Schedule, mode: Mode) -> float:
@@ -129,11 +180,6 @@ class _StageSizes:
         return cls(q, kappa, stage.opens_kv, stage.closes_kv, paired, next_q, next_kappa)
 
     @property
-    def expanded(self) -> int:
-        """dK and dV of FlashAttention's backward that are expanded to query heads under GQA."""
-        return 2 * self.q if self.q != self.kappa else 0
-
-    @property
     def received(self) -> int:
         """What the stage is sent to attend: its q, and the K and V that it opens."""
         return self.q + 2 * self.kappa * self.opens_kv
@@ -166,7 +212,9 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
     return max(peak, result + kept + chi + lse) if after else peak
 
 
-def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int, after: bool) -> float:
+def _training_peak(
+    stages: list[_StageSizes], mode: Mode, h: float, chi: float, ranks: int, after: bool, buffers: Buffers
+) -> float:
     """`after` as in :func:`_forward_peak`: the gradient of what was attended is then never whole."""
     wide = 2 if mode.accumulate == "float32" else 1
     # Beside a stage: the incoming gradients, what was kept, and dx so far.
@@ -174,20 +222,21 @@ def _training_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, 
     kept = sum(s.received for s in stages) * mode.keeps_heads
     peak = 0.0
     for number, s in enumerate(stages):
+        grouped, per_query = buffers.grouped(s.q, s.kappa), 4 + buffers.per_query_head
         if mode.query_blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
             exchanging = 4 * s.q / mode.query_blocks
             piece = s.q / (mode.query_blocks * ranks)
-            attending = 2 * s.q / mode.query_blocks + 6 * piece + (2 * s.kappa + s.expanded) / ranks
+            attending = 2 * s.q / mode.query_blocks + per_query * piece + (2 * s.kappa + grouped) / ranks
             if s.paired:  # K and V up to the piece; then a tile's with their gradients, one of which in float32
-                attending = 2 * s.q / mode.query_blocks + max(2 * s.q + piece, 6 * s.q / ranks + 6 * piece)
+                attending = 2 * s.q / mode.query_blocks + max(2 * s.q + piece, 6 * s.q / ranks + per_query * piece)
             # In flight: the stage's next block, or the next stage's first with its K and V.
             next_stage = 4 * s.next_q / mode.query_blocks + 4 * s.next_kappa
             in_flight = max(exchanging, next_stage) if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
         else:
             sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
-            attending = 6 * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + s.expanded)
+            attending = per_query * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + grouped)
             kept -= s.received * mode.keeps_heads  # which `attending` counts; the rest is of later stages
             parts = 1 + mode.keeps_output + (not mode.keeps_heads)
             stage = kept + sums + attending + s.in_flight(parts, kv=not mode.keeps_heads)

@@ -155,12 +155,14 @@ def attention_units(method: Method, shape: LayerShape, setup: Setup) -> _Units:
     if method.config is None:
         if method.kind == "ring":
             return _Units(ring_peak(shape, C).training, 2 * h + 2 * shape.kv_heads / C + lse, 0)
-        return _Units(ulysses_peak(shape, C).training, 3 * h + 2 * max(shape.kv_heads / C, 1) + lse, 0)
+        return _Units(
+            ulysses_peak(shape, C, kernel=setup.kernel).training, 3 * h + 2 * max(shape.kv_heads / C, 1) + lse, 0
+        )
     schedule = method.config.schedule(heads=shape.heads, kv_heads=shape.kv_heads, ranks=C)
     mode = method.config.mode
     out = 0 if mode.output_in_loop else h
     more = (lse if mode.keeps_output else 0) + (received_heads(schedule) if mode.keeps_heads else 0)
-    peak = upipe_peak(shape, schedule, mode, with_output=setup.plain_output).training
+    peak = upipe_peak(shape, schedule, mode, with_output=setup.plain_output, kernel=setup.kernel).training
     return _Units(peak, out + more, (out or chi) + more)
 
 

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from upipe_integrations.attention import upipe_attention
 from upipe_integrations.engine.call import Staging
-from upipe_integrations.kernels import AttentionSpec, KernelRequest, TorchCudaFlash
+from upipe_integrations.kernels import KERNELS, AttentionSpec, KernelRequest, TorchCudaFlash
 from upipe_integrations.mode import Mode
-from upipe_integrations.planning.closed_forms import LayerShape, PeakUnits
+from upipe_integrations.planning.closed_forms import USUAL_KERNEL, LayerShape, PeakUnits
 from upipe_integrations.projections.output import OutputProjection
 from upipe_integrations.projections.projection import AttentionProjections, Projection, Weights
 from upipe_integrations.projections.rotary import RotateHalf
@@ -93,9 +93,15 @@ def measured_peak(
 
 
 def measured_upipe_peak(
-    shape: LayerShape, schedule: Schedule, mode: Mode, tokens: int, *, with_output: bool = True
+    shape: LayerShape,
+    schedule: Schedule,
+    mode: Mode,
+    tokens: int,
+    *,
+    with_output: bool = True,
+    kernel: str = USUAL_KERNEL,
 ) -> PeakUnits:
-    """:func:`measured_peak` of the engine; `with_output` as in ``memory.upipe_peak``."""
+    """:func:`measured_peak` of the engine; `with_output` and `kernel` as in ``closed_forms.upipe_peak``."""
     projects = mode.output_in_loop or (mode.keeps_output and with_output)
 
     def attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def measured_upipe_peak(
             Projection(Weights(wv), D),
         )
         output = OutputProjection(wo) if projects else None
-        staging = Staging(schedule, dist.group.WORLD, FlashWorkspace(), mode=mode)
+        staging = Staging(schedule, dist.group.WORLD, FlashWorkspace(kernel), mode=mode)
         return upipe_attention(x, projections, staging, output=output)
 
     return measured_peak(shape, tokens, attention, projects=projects)
@@ -156,11 +162,19 @@ class LiveMemory(TorchDispatchMode):
 
 
 class FlashWorkspace(TorchCudaFlash):
-    """PyTorch's CUDA flash kernel that also allocates, visibly, what FlashAttention 2's backward does inside.
+    """PyTorch's CUDA flash kernel that also allocates, visibly, what a kernel's backward does inside.
 
-    For measuring with :class:`LiveMemory` on fake tensors: fp32 dq, the row sums, and under GQA dk and dv
-    expanded to query heads (``mha_bwd`` in flash-attention's ``flash_api.cpp``).
+    For measuring with :class:`LiveMemory` on fake tensors. What is allocated is written down here from the kernels'
+    sources once more, and not taken from the closed forms that it checks.
+
+    Args:
+        kernel: whose: ``"flash-attn-2"``, ``"flash-attn-3"``, ``"flash-attn-4"``, ``"torch-cuda-flash"`` or
+            ``"torch-cudnn"``.
     """
+
+    def __init__(self, kernel: str = USUAL_KERNEL) -> None:
+        self._kernel = kernel
+        self.copies_slices = KERNELS[kernel].copies_slices
 
     def refusal(self, request: KernelRequest) -> str | None:
         """None: fake tensors need no GPU."""
@@ -170,7 +184,7 @@ class FlashWorkspace(TorchCudaFlash):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        workspace = _flash_workspace(q, k)
+        workspace = self._workspace(dout, q, k, out)
         grads = super().backward(dout, q, k, v, out, lse, spec)
         del workspace
         return grads
@@ -183,16 +197,21 @@ class FlashWorkspace(TorchCudaFlash):
         first_key: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        workspace = _flash_workspace(tensors[1], tensors[2])
+        dout, q, k, _, out, _ = tensors
+        workspace = self._workspace(dout, q, k, out)
         grads = super().backward_block(tensors, spec, start, first_key)
         del workspace
         return grads
 
-
-def _flash_workspace(q: Tensor, k: Tensor) -> list[Tensor]:
-    """What FlashAttention 2's backward allocates beside its results."""
-    workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
-    if q.shape[1] != k.shape[1]:
-        expanded = (q.shape[0], q.shape[1], k.shape[2], q.shape[3])
-        workspace += [q.new_empty(expanded), q.new_empty(expanded)]
-    return workspace
+    def _workspace(self, dout: Tensor, q: Tensor, k: Tensor, out: Tensor) -> list[Tensor]:
+        """What backward of these `[B, heads, S, D]` holds beside its results."""
+        workspace = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)]
+        if self._kernel == "torch-cuda-flash":
+            workspace += [dout.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous()]
+        in_float32 = self._kernel in ("flash-attn-3", "flash-attn-4")
+        if in_float32:  # the lse of powers of two
+            workspace.append(q.new_empty(q.shape[:3], dtype=torch.float32))
+        if q.shape[1] != k.shape[1]:
+            shape = k.shape if in_float32 else (q.shape[0], q.shape[1], *k.shape[2:])
+            workspace += [q.new_empty(shape, dtype=torch.float32 if in_float32 else q.dtype) for _ in ("dk", "dv")]
+        return workspace

@@ -138,10 +138,12 @@ class Plan:
                         continue
                     schedule, mode = self._schedule(method.config), method.config.mode
                     weights = weight_gradients(self.shape, tokens, schedule, mode)
-                    given = {"with_output": self.setup.plain_output}
-                    form = upipe_peak(self.shape, schedule, mode, **given).training + weights
-                    measured = measured_upipe_peak(self.shape, schedule, mode, tokens, **given).training
-                    yield Traced(method, tokens, form * gib, measured * gib)
+                    output, kernel = self.setup.plain_output, self.setup.kernel
+                    form = upipe_peak(self.shape, schedule, mode, with_output=output, kernel=kernel)
+                    measured = measured_upipe_peak(
+                        self.shape, schedule, mode, tokens, with_output=output, kernel=kernel
+                    )
+                    yield Traced(method, tokens, (form.training + weights) * gib, measured.training * gib)
 
     def _schedule(self, config: UPipeConfig) -> Schedule:
         return config.schedule(heads=self.shape.heads, kv_heads=self.shape.kv_heads, ranks=self.setup.ranks)

@@ -91,7 +91,7 @@ def assumptions(setup: Setup) -> str:
     gradients = "float32" if setup.host == "megatron" else "bf16"
     return (
         f"Total: the sum, with the largest of attn, MLP and loss. Assumed: bf16, gradients in {gradients}, 12 bytes a "
-        "parameter for Adam\nin float32, one sequence a microbatch, FlashAttention 2; "
+        f"parameter for Adam\nin float32, one sequence a microbatch, {setup.kernel}; "
         f"{CONTEXT_GIB:g} GiB of CUDA and NCCL in work, {RESERVE:.0%} of activations in reserve.\n"
         f"host: memory of the host per GPU. 5M is 5 * 2**20 tokens.{'' if setup.host == 'megatron' else _ALST}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upipe_integrations.config import closest
+from upipe_integrations.planning.closed_forms import BUFFERS, USUAL_KERNEL
 
 CHECKPOINTING = ("none", "full", "selective")
 
@@ -16,6 +17,9 @@ HOSTS = ("deepspeed", "megatron")
 
 
 ZERO = (0, 1, 2, 3)
+
+
+PLANNED_KERNELS = tuple(BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Setup:
         offload: what is in host memory, of ``OFFLOAD``.
         tiled_mlp: the MLP runs in tiles of E rows that are checkpointed (ALST's TiledMLP).
         tiled_loss: logits are formed for some rows at a time (``deepspeed_plugin.tiled_sequence_parallel_loss``).
+        kernel: local attention, whose buffers are counted, of ``PLANNED_KERNELS``.
         lora_rank: the rank of LoRA on all linear layers of the decoder, which alone is trained; 0 trains the model.
 
     Raises:
@@ -51,6 +56,7 @@ class Setup:
     tiled_mlp: bool = False
     tiled_loss: bool = False
     lora_rank: int = 0
+    kernel: str = USUAL_KERNEL
 
     def __post_init__(self) -> None:
         for field in ("ranks", "tp", "pp", "dp"):
@@ -65,6 +71,7 @@ class Setup:
             ("--zero", (self.zero,), ZERO),
             ("--checkpointing", (self.checkpointing,), CHECKPOINTING),
             ("--offload", self.offload, OFFLOAD),
+            ("--kernel", (self.kernel,), PLANNED_KERNELS),
         ):
             for value in values:
                 if value not in known:

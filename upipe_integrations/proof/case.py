@@ -85,7 +85,13 @@ class Case:
     def request(self) -> KernelRequest:
         """What the kernel must serve."""
         return KernelRequest(
-            torch.device(self.device), self.dtype, self.head_dim, self.value_dim, self.spec, self.sinks
+            torch.device(self.device),
+            self.dtype,
+            self.head_dim,
+            self.value_dim,
+            self.spec,
+            self.sinks,
+            self.config().mode.query_blocks > 1,
         )
 
 
