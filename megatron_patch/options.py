@@ -258,12 +258,6 @@ RULES = (
     ),
     Rule(("use_kitchen_attention", "batch_invariant_mode"), _is_set, "it chooses another attention kernel", _DROP),
     Rule(
-        ("deterministic_mode",),
-        _is_set,
-        "backward of the flash kernels sums in an order that changes from run to run",
-        _DROP,
-    ),
-    Rule(
         ("reset_attention_mask",),
         _is_set,
         "UPipe does not look at attention masks",

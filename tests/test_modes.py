@@ -89,6 +89,32 @@ def _errors_of_features(cases: list[dict]) -> dict[tuple, float]:
     return worst
 
 
+def _deterministic() -> dict[str, tuple[float, bool]]:
+    """(error, whether a second run gives the same bits) where new memory is filled with NaN."""
+    layer = make_layer(7, 1, seq=24, batch=2, output=True, sinks=True)
+    right, found = reference(layer), {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name, mode in MODES.items():
+            first, second = (
+                run_sharded(layer, 4, dist.group.WORLD, "torch-cpu-flash", layout=Layout.zigzag(), mode=mode)
+                for _ in range(2)
+            )
+            found[name] = (
+                max(relative_errors(first, right).values()),
+                all(torch.equal(first[key], second[key]) for key in first),
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+def test_with_deterministic_algorithms_every_mode_reads_only_what_it_wrote():
+    for found in on_pool(2, _deterministic):
+        assert found.keys() == MODES.keys()
+        assert {name: error for name, (error, same) in found.items() if error > 1e-10 or not same} == {}
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_mode_with_every_feature(ranks):
     cases = [case for case in CASES if case["ranks"] == ranks]
