@@ -267,7 +267,7 @@ class UPipeSelfAttention(SelfAttention):
         x = x.transpose(0, 1)
         if split is not None:
             x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=split)
-        outputs = self._places.gate_outputs(self.hidden_size_per_attention_head, x.device)
+        outputs = self._places.gate_outputs(self.hidden_size_per_attention_head, x)
         bias = self._qkv_bias()
         gate = nn.functional.linear(x, self.linear_qkv.weight[outputs], None if bias is None else bias[outputs])
         return (out * gate.float().sigmoid()).to(out.dtype)

@@ -99,10 +99,13 @@ class QkvPlaces:
     k: tuple[int, ...]
     v: tuple[int, ...]
 
-    def gate_outputs(self, head_dim: int, device: torch.device) -> Tensor:
-        """The outputs of ``linear_qkv`` that are gates, in the order of the query heads: `[query heads * head_dim]`."""
-        first = constant(self.gate, device)[:, None] * head_dim
-        return (first + torch.arange(head_dim, device=device)).flatten()
+    def gate_outputs(self, head_dim: int, like: Tensor) -> Tensor:
+        """The outputs of ``linear_qkv`` that are gates, in the order of the query heads: `[query heads * head_dim]`.
+
+        `like` is a tensor that is where they are needed.
+        """
+        first = constant(self.gate, like)[:, None] * head_dim
+        return (first + torch.arange(head_dim, device=like.device)).flatten()
 
 
 def qkv_places(heads: int, groups: int, gated: bool) -> QkvPlaces:

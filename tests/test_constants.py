@@ -111,18 +111,20 @@ def test_the_recorder_sees_what_would_wait() -> None:
 
 
 def _fake_then_real() -> None:
-    cpu, documents = torch.device("cpu"), AttentionSpec(documents=((0, 3, 8),))
+    real, documents = torch.empty(1), AttentionSpec(documents=((0, 3, 8),))
     with FakeTensorMode(allow_non_fake_inputs=True):
         packed = _packings(documents, torch.empty(1, 8, 2, 4))[0][1]
         assert type(packed.cu_seqlens) is not Tensor
-        assert type(constant((5, 6), cpu)) is not Tensor
+        fake = torch.empty(1)
+        assert type(constant((5, 6), fake)) is not Tensor
+        assert type(constant((7,), real)) is Tensor  # of a weight that is not fake
         Layout.zigzag().to_natural(torch.empty(8, 2), 0, 2)
     assert _packings(documents, torch.empty(1, 8, 2, 4))[0][1].cu_seqlens.tolist() == [0, 3, 8]
-    assert constant((5, 6), cpu).tolist() == [5, 6]
-    assert constant((5, 6), cpu) is constant((5, 6), cpu)
+    assert constant((5, 6), real).tolist() == [5, 6] and constant((7,), real).tolist() == [7]
+    assert constant((5, 6), real) is constant((5, 6), real)
     assert Layout.zigzag().to_natural(torch.arange(8.0), 0, 2).tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(constant((5, 6), cpu)) is not Tensor
+        assert type(constant((5, 6), torch.empty(1))) is not Tensor
 
 
 def test_no_fake_tensor_is_kept() -> None:
@@ -149,7 +151,7 @@ def test_a_real_step_after_a_measured_one() -> None:
 
 def test_what_an_evaluation_made_serves_training() -> None:
     with torch.inference_mode():
-        index = constant((3, 1, 2), torch.device("cpu"))
+        index = constant((3, 1, 2), torch.empty(1))
     t = torch.randn(4, requires_grad=True)
     t.index_select(0, index).sum().backward()
     assert t.grad is not None and t.grad.tolist() == [0, 1, 1, 1]

@@ -18,6 +18,7 @@ import torch
 from upipe_integrations import (
     AttentionProjections,
     KernelRequest,
+    Mode,
     Projection,
     Schedule,
     Staging,
@@ -798,6 +799,37 @@ def test_flash_packages_are_told_to_be_deterministic(asked, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert told == [asked]
+
+
+def test_flash_attention_3_leaves_room_for_an_exchange_beside_it(monkeypatch):
+    """Its kernel stays on every multiprocessor that it is given until it ends."""
+    functions, margins = _fa3_28(_Recorder()), {}
+
+    def noted(name):
+        function = functions[name]
+        signature = inspect.signature(function)
+        if "sm_margin" not in signature.parameters:
+            return function
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            margins.setdefault(name, []).append(bound.arguments["sm_margin"])
+            return function(*args, **kwargs)
+
+        return call
+
+    _install(monkeypatch, FlashAttention3(), {name: noted(name) for name in functions})
+    monkeypatch.setattr(FlashAttention3, "refusal", lambda self, request: None)
+    schedule = Schedule.build(heads=4, kv_heads=2, ranks=1, chunk_heads=2)
+    for overlap in (False, True):
+        x = torch.randn(1, 24, 16, requires_grad=True)
+        projections = AttentionProjections(*(Projection(Weights(torch.randn(n * 8, 16)), 8) for n in (4, 2, 2)))
+        staging = Staging(schedule, None, FlashAttention3(), mode=Mode(overlap=overlap))
+        upipe_attention(x, projections, staging).sum().backward()
+    assert margins == {"_flash_attn_forward": [0, 0, 16, 16], "_flash_attn_backward": [0, 0, 16, 16]}
+    assert KERNELS["torch-cuda-flash"].beside_exchanges() is KERNELS["torch-cuda-flash"]
 
 
 def test_a_backward_that_can_not_be_deterministic_is_left(monkeypatch, deterministic):

@@ -11,34 +11,33 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
-def constant(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """`[len(numbers)]` on `device`, made once; not to be written to."""
-    return made_once(torch.tensor, numbers, device, dtype)
+def constant(numbers: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`[len(numbers)]` where `like` is, made once; not to be written to."""
+    return made_once(torch.tensor, numbers, like, dtype)
 
 
-def made_once(
-    make: Callable[..., Tensor], value: Any, device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """``make(value, dtype=dtype)`` on `device`, made once for equal arguments; not to be written to.
+def made_once(make: Callable[..., Tensor], value: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``make(value, dtype=dtype)`` where `like` is, made once for equal arguments; not to be written to.
 
-    Under a mode in which tensors are not real ones (``FakeTensorMode``) it is made anew, and is one of the mode's: what
-    is kept is real, and stays so.
+    For a fake tensor (``FakeTensorMode``) it is made anew, and is a fake one: what is kept is real.
 
     Args:
         make: a function of the module or of PyTorch, which makes the tensor in the host's memory.
         value: hashable.
-        device: where it is needed.
-        dtype: of the tensor.
+        like: a tensor that the result is used with.
+        dtype: of the result.
     """
-    if type(torch.empty(0, device=device)) is Tensor:
-        return _kept(make, value, device, dtype)
-    return make(value, dtype=dtype).to(device)
+    if type(like) in (Tensor, nn.Parameter):
+        return _kept(make, value, like.device, dtype)
+    return make(value, dtype=dtype).to(like.device)
 
 
 @lru_cache(maxsize=4096)
 def _kept(make: Callable[..., Tensor], value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # or training could not save it after an evaluation had made it
+    # An inference tensor could not be saved by training, once an evaluation had made it.
+    with _disable_current_modes(), torch.inference_mode(False):
         return make(value, dtype=dtype).to(device)

@@ -100,13 +100,13 @@ class Layout:
         """All ranks' rows one after the other -> natural order; the same tensor where they are the same."""
         if self.is_natural:
             return by_rank
-        return by_rank.index_select(dim, made_once(_slots, (self, by_rank.shape[dim], ranks), by_rank.device))
+        return by_rank.index_select(dim, made_once(_slots, (self, by_rank.shape[dim], ranks), by_rank))
 
     def from_natural(self, natural: Tensor, dim: int, ranks: int) -> Tensor:
         """The inverse of :meth:`to_natural`."""
         if self.is_natural:
             return natural
-        return natural.index_select(dim, made_once(_order, (self, natural.shape[dim], ranks), natural.device))
+        return natural.index_select(dim, made_once(_order, (self, natural.shape[dim], ranks), natural))
 
 
 def _order(of: tuple[Layout, int, int], dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,7 @@ class TileSum:
     def add_(self, tile: slice, part: Tensor, pairing: Tensor | None) -> None:
         """Add to the keys of `tile`; `pairing` says which of the heads each of the part's is."""
         if pairing is None:
-            self._total[:, :, tile] += part
+            self._total[:, :, tile].add_(part)  # not `+=`, which copies the tile onto itself besides
         else:
             self._total[:, :, tile].index_add_(1, pairing, part.to(self.dtype))
 
@@ -92,17 +92,18 @@ class StageAttention:
     Args:
         call: the call, with its tensors.
         stage: the stage.
-        device: where heads are.
+        like: a tensor that is where heads are.
         sink_gradient: `[H]`, to which gradients of sinks are added; None where none is wanted.
     """
 
-    def __init__(self, call: Call, stage: Stage, device: torch.device, sink_gradient: Tensor | None = None) -> None:
+    def __init__(self, call: Call, stage: Stage, like: Tensor, sink_gradient: Tensor | None = None) -> None:
         staging, rank = call.staging, group_rank(call.staging.group)
-        self._kernel, self._ranks = staging.kernel, staging.schedule.ranks
+        self._ranks = staging.schedule.ranks
+        self._kernel = staging.kernel.beside_exchanges() if staging.mode.overlap else staging.kernel
         self._heads = stage.q.by_rank[rank]
         # None where the kernel's own grouping of query heads says the same.
-        self._pairing = None if stage.grouped_evenly(rank) else constant(stage.kv_of_q[rank], device)
-        self._sinks = None if call.sinks is None else call.sinks.index_select(0, constant(self._heads, device))
+        self._pairing = None if stage.grouped_evenly(rank) else constant(stage.kv_of_q[rank], like)
+        self._sinks = None if call.sinks is None else call.sinks.index_select(0, constant(self._heads, like))
         self._sink_gradient = sink_gradient
         self._spec = call.spec
         if call.spec.dropout is not None:  # which must know the heads
@@ -176,4 +177,4 @@ class StageAttention:
             return
         probability = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
         through = torch.einsum("bnsd,bnsd->bns", dout.to(lse.dtype), out.to(lse.dtype))
-        total.index_add_(0, constant(self._heads, total.device), -(probability * through).sum((0, 2)).to(total.dtype))
+        total.index_add_(0, constant(self._heads, dout), -(probability * through).sum((0, 2)).to(total.dtype))

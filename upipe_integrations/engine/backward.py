@@ -108,7 +108,7 @@ def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _
             kv.open(arriving_kv.heads(), stage)
         q, dout, *saved_out = (heads for sent in arriving for heads in sent.heads())  # [B, n, S, D or Dv]
         travel.send_next()
-        attention = StageAttention(call, stage, q.device, grads.sinks)
+        attention = StageAttention(call, stage, q, grads.sinks)
         if saved is None:
             out, lse = attention.forward(q, kv.k, kv.v)
         else:
@@ -131,7 +131,7 @@ def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _
                 out = pieces_of(out, staging)
                 out = exchange(out, staging.group)
                 zero_padding(out, stage.q)
-                dw = output.weight_gradient(out, grad, call.dtype)
+                dw = output.weight_gradient(out, grad, torch.promote_types(call.dtype, grads.output.dtype))
                 output.add_weight_gradient(grads.output, dw, call.v.head_dim, stage.q)
                 del dw
             del out
@@ -202,7 +202,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
         pieces = arriving.pieces()  # [C, rows, B, n of q and n of dout, D]
         travel.send_next()
         n = stage.q.per_rank
-        attention = StageAttention(call, stage, pieces.device, grads.sinks)
+        attention = StageAttention(call, stage, pieces, grads.sinks)
         for c in range(C):
             start = staging.layout.row_of(c, rows.start, L * C, C)
             q, dout = (t.permute(1, 2, 0, 3) for t in pieces[c].split([n, n], 2))

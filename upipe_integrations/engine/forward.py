@@ -137,7 +137,7 @@ def _forward(call: Call, save_heads: list[Tensor] | None) -> tuple[Tensor, list[
             kv.open(arriving_kv.heads(save_heads), stage)
         (q,) = arriving_q.heads(save_heads)  # [B, n, S, D]
         travel.send_next()
-        out, lse = StageAttention(call, stage, q.device).forward(q, kv.k, kv.v)  # [B, n, S, Dv], [B, n, S]
+        out, lse = StageAttention(call, stage, q).forward(q, kv.k, kv.v)  # [B, n, S, Dv], [B, n, S]
         del q
         if stage.closes_kv:
             kv.close()

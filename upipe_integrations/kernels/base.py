@@ -151,6 +151,10 @@ class Kernel(ABC):
         """The longest sequence that it attends, in tokens; None is any."""
         return None
 
+    def beside_exchanges(self) -> Kernel:
+        """This kernel for a GPU on which an exchange is under way, where it would leave none of it to that."""
+        return self
+
     @abstractmethod
     def refusal(self, request: KernelRequest) -> str | None:
         """Why this kernel can't serve `request`; None when it can."""

@@ -31,6 +31,7 @@ from upipe_integrations.kernels.base import (
     VALUE_SIZE,
     WINDOW,
     AttentionSpec,
+    Kernel,
     KernelRequest,
     capability,
     flash_refusal,
@@ -131,6 +132,7 @@ class _FlashPackage(FlashForm):
             "window_size_right": right,
             "softcap": spec.softcap or 0.0,
             **_OFF,
+            **self._options(),
             "deterministic": must_be_deterministic(),
             **tensors,
         }
@@ -138,6 +140,10 @@ class _FlashPackage(FlashForm):
             values |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), packing.cu_seqlens)
             values |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), packing.longest)
         return function(**{key: values[key] for key in wanted if key in values})
+
+    def _options(self) -> dict[str, Any]:
+        """Further arguments, given where a release's function has them."""
+        return {}
 
     def _function(self, name: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
         """The package's function, and its parameters, which torch.library.custom_op hides."""
@@ -219,7 +225,7 @@ def _import_failure(module: str) -> str | None:
 
 
 class FlashAttention2(_FlashPackage):
-    """``flash_attn.flash_attn_interface``."""
+    """``flash_attn.flash_attn_interface``, of 2.7 and newer; what an older one has not is refused where it is needed."""
 
     name = "flash-attn-2"
     module = "flash_attn.flash_attn_interface"
@@ -231,7 +237,12 @@ class FlashAttention2(_FlashPackage):
 
 
 class FlashAttention3(_FlashPackage):
-    """``flash_attn_interface``, for Hopper; value heads may have a size of their own."""
+    """``flash_attn_interface``, for Hopper, of tags from 2.7.0 on; value heads may have a size of their own.
+
+    Args:
+        sm_margin: multiprocessors that it leaves free. It fills all others from its start to its end (a persistent
+            kernel), so that an exchange that is sent beside it would wait for it.
+    """
 
     name = "flash-attn-3"
     module = "flash_attn_interface"
@@ -240,6 +251,16 @@ class FlashAttention3(_FlashPackage):
     capabilities = range(9, 10)
     dense_forward = packed_forward = "_flash_attn_forward"
     dense_backward = packed_backward = "_flash_attn_backward"
+
+    def __init__(self, sm_margin: int = 0) -> None:
+        self._sm_margin = sm_margin
+
+    def beside_exchanges(self) -> Kernel:
+        """See :class:`~upipe_integrations.kernels.base.Kernel`."""
+        return FlashAttention3(_SMS_OF_AN_EXCHANGE)
+
+    def _options(self) -> dict[str, Any]:
+        return {"sm_margin": self._sm_margin}
 
     def longest(self, head_dim: int) -> int | None:
         """See :class:`~upipe_integrations.kernels.base.Kernel`: rows times head size are an int in its kernels."""
@@ -261,7 +282,7 @@ class FlashAttention3(_FlashPackage):
 
 
 class FlashAttention4(_FlashPackage):
-    """``flash_attn.cute.interface``, for Hopper and Blackwell."""
+    """``flash_attn.cute.interface``, for Hopper and Blackwell, of 4.0.0b10 and newer."""
 
     name = "flash-attn-4"
     module = "flash_attn.cute.interface"
@@ -301,6 +322,9 @@ class FlashAttention4(_FlashPackage):
         q, k, v, out, lse = others
         return super()._gradients((dout, q, k, v, out, lse), spec, packing)
 
+
+_SMS_OF_AN_EXCHANGE = 16
+"""As many as Megatron's recipes leave to NCCL beside Transformer Engine's kernels (NVTE_FWD_LAYERNORM_SM_MARGIN)."""
 
 _BETA_OF_BOTH = 24
 

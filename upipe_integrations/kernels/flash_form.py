@@ -22,9 +22,9 @@ class Packing:
     longest: int
 
 
-def _packing(boundaries: tuple[int, ...], device: torch.device) -> Packing:
+def _packing(boundaries: tuple[int, ...], like: Tensor) -> Packing:
     longest = max(b - a for a, b in itertools.pairwise(boundaries))
-    return Packing(constant(boundaries, device, torch.int32), longest)
+    return Packing(constant(boundaries, like, torch.int32), longest)
 
 
 class FlashForm(Kernel):
@@ -110,7 +110,7 @@ def _packings(spec: AttentionSpec, q: Tensor) -> list[tuple[int, Packing]]:
     assert spec.documents is not None
     B = q.shape[0]
     rows = spec.documents * B if len(spec.documents) == 1 else spec.documents
-    return [(b, _packing(rows[b], q.device)) for b in range(B)]
+    return [(b, _packing(rows[b], q)) for b in range(B)]
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

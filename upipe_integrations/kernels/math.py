@@ -90,16 +90,16 @@ class MathKernel(BlockKernel):
             kept = _kept(p, region, spec)
             dp = dout_rows @ v_all[b, :, keys].transpose(-1, -2)
             if kept is None:
-                dv[b, :, keys] += p.transpose(-1, -2) @ dout_rows
+                dv[b, :, keys].add_(p.transpose(-1, -2) @ dout_rows)
             else:
-                dv[b, :, keys] += (p * kept).transpose(-1, -2) @ dout_rows
+                dv[b, :, keys].add_((p * kept).transpose(-1, -2) @ dout_rows)
                 dp = dp * kept
             delta = (dout_rows * out[b, :, rows].to(dtype)).sum(-1, keepdim=True)
             dscores = p * (dp - delta) * scale
             if scores.slope is not None:
                 dscores = dscores * scores.slope
             dq[b, :, rows] = (dscores @ k_all[b, :, keys]).to(q.dtype)
-            dk[b, :, keys] += dscores.transpose(-1, -2) @ q_rows
+            dk[b, :, keys].add_(dscores.transpose(-1, -2) @ q_rows)
         return dq, sum_groups(dk, k), sum_groups(dv, v)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from upipe_integrations.constants import constant
 from upipe_integrations.kernels.base import (
     DOCUMENTS,
     HALF_PRECISION,
@@ -115,9 +116,9 @@ class TorchCpuFlash(BlockKernel):
                 **call.mask,
                 scale=scale,
             )
-            dq[b, :, rows] += dq_part
-            dk[b, :, keys] += dk_part
-            dv[b, :, keys] += dv_part
+            dq[b, :, rows].add_(dq_part)
+            dk[b, :, keys].add_(dk_part)
+            dv[b, :, keys].add_(dv_part)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
 
 
@@ -376,7 +377,7 @@ class TorchEfficient(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`~upipe_integrations.kernels.base.Kernel`."""
-        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        unused = constant((0,), q)[0]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout,
             q,
@@ -397,4 +398,4 @@ class TorchEfficient(Kernel):
 
 def _unused_random_state(q: Tensor) -> Tensor:
     """The random state is read only with dropout; without it any tensor of the right type does."""
-    return torch.empty(2, dtype=torch.int64, device=q.device)
+    return constant((0, 0), q)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from upipe_integrations.constants import constant
@@ -35,15 +34,15 @@ def _view(tensor: Tensor, lists: HeadLists, dim: int) -> Tensor | None:
     return None if first is None else tensor.unflatten(dim, (len(lists), -1)).narrow(dim + 1, first, len(lists[0]))
 
 
-def _index(lists: HeadLists, device: torch.device) -> Tensor:
-    return constant(tuple(itertools.chain.from_iterable(lists)), device)
+def _index(lists: HeadLists, like: Tensor) -> Tensor:
+    return constant(tuple(itertools.chain.from_iterable(lists)), like)
 
 
 def take_heads(tensor: Tensor, lists: HeadLists, dim: int) -> Tensor:
     """The heads along `dim`, in order: a view where memory allows (all heads, or one list), else a copy."""
     view = _view(tensor, lists, dim)
     if view is None:
-        return tensor.index_select(dim, _index(lists, tensor.device))
+        return tensor.index_select(dim, _index(lists, tensor))
     return view.flatten(dim, dim + 1)
 
 
@@ -51,7 +50,7 @@ def copy_heads(tensor: Tensor, lists: HeadLists, dim: int, target: Tensor) -> No
     """Copy the heads along `dim` to `target`, whose dimensions `dim` and `dim + 1` are lists and heads of a list."""
     view = _view(tensor, lists, dim)
     if view is None:
-        view = tensor.index_select(dim, _index(lists, tensor.device)).unflatten(dim, (len(lists), -1))
+        view = tensor.index_select(dim, _index(lists, tensor)).unflatten(dim, (len(lists), -1))
     target.copy_(view)
 
 
@@ -77,7 +76,7 @@ def add_heads(tensor: Tensor, lists: HeadLists, dim: int, values: Tensor) -> Non
     """
     view = _view(tensor, lists, dim)
     if view is None:
-        tensor.index_add_(dim, _index(lists, tensor.device), values.flatten(dim, dim + 1))
+        tensor.index_add_(dim, _index(lists, tensor), values.flatten(dim, dim + 1))
     else:
         view.add_(values)
 

@@ -244,7 +244,7 @@ class ProjectedHeads(HeadSource):
             function = projection.function.at_heads(chunk.distinct)
             heads = function.function(heads, *function.tensors)
         if chunk.is_replicated:
-            heads = heads.index_select(2, _positions(chunk, heads.device))
+            heads = heads.index_select(2, _positions(chunk, heads))
         source = send_view(heads, len(chunk.by_rank))
         if projection.rotary is None:
             send.copy_(source)
@@ -284,7 +284,9 @@ class ProjectionGradient(HeadGradient):
         by_token = grad.flatten(0, 1).flatten(1, 2)
         dtype = collecting_dtype(x, rows)
         if self._weight is not None:
-            self._weight_sum.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype))
+            # Into a wider sum (Megatron's main_grad) it is rounded once, there.
+            dtype_of_weight = torch.promote_types(dtype, self._weight.dtype)
+            self._weight_sum.add_(product(by_token.t(), projection.columns_of(x).flatten(0, 1), dtype_of_weight))
         if self._bias is not None:
             self._bias_sum.add_(by_token.sum(0, dtype=dtype))
         if projection.weights.low_rank is not None:
@@ -333,7 +335,7 @@ class ProjectionGradient(HeadGradient):
         del received
         if chunk.is_replicated:
             summed = grad.new_zeros(B, L, len(chunk.distinct[0]), D)
-            grad = summed.index_add_(2, _positions(chunk, grad.device), grad)
+            grad = summed.index_add_(2, _positions(chunk, grad), grad)
         if projection.function is None:
             return grad
         function = projection.function.at_heads(chunk.distinct)
@@ -360,7 +362,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _positions(chunk: HeadChunk, device: torch.device) -> Tensor:
+def _positions(chunk: HeadChunk, like: Tensor) -> Tensor:
     """Where each head of the exchange buffer is among the chunk's distinct heads."""
     at = {head: i for i, head in enumerate(chunk.distinct[0])}
-    return constant(tuple(at[head] for row in chunk.by_rank for head in row), device)
+    return constant(tuple(at[head] for row in chunk.by_rank for head in row), like)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from upipe_integrations.projections.products import add_product, pieces, product
 
-_LARGEST = 6
-_SMALLEST_EXPONENT = -100
+_LARGEST = 2.0**6
+_SMALLEST = 2.0**-101
+_LARGEST_FACTOR = 2.0**106
+"""For rows whose elements are all below the smallest number that is told from zero."""
 _PIECES_OF_SCALED = 16
 """Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
 
@@ -85,54 +87,50 @@ class ScaledSum(RunningSum):
     and 2 ** -23 at bfloat16's.
     """
 
-    def __init__(self, total: Tensor | None = None, exponent: Tensor | None = None) -> None:
-        """Nothing yet, or what is in `total` `[..., D]` (float16) with the exponents `[..., 1]` of its rows."""
+    def __init__(self, total: Tensor | None = None, factor: Tensor | None = None) -> None:
+        """Nothing yet, or what is in `total` `[..., D]` (float16) with the factors `[..., 1]` (float32) of its rows."""
         self._total = total
-        self._exponent = exponent
+        self._factor = factor
 
     @classmethod
     def in_place_of(cls, zeros: Tensor) -> ScaledSum:
         """Nothing yet, to be summed in the float16 tensor `zeros`."""
-        return cls(zeros, zeros.new_full((*zeros.shape[:-1], 1), _SMALLEST_EXPONENT, dtype=torch.int32))
+        return cls(zeros, zeros.new_full((*zeros.shape[:-1], 1), _LARGEST_FACTOR, dtype=torch.float32))
 
     def add_(self, part: Tensor) -> None:
         """See :class:`RunningSum`."""
-        if self._total is None or self._exponent is None:
+        if self._total is None or self._factor is None:
             empty = ScaledSum.in_place_of(torch.zeros_like(part, dtype=torch.float16))
-            self._total, self._exponent = empty._total, empty._exponent
-        assert self._total is not None and self._exponent is not None
-        _add_scaled(self._total, self._exponent, part)
+            self._total, self._factor = empty._total, empty._factor
+        assert self._total is not None and self._factor is not None
+        _add_scaled(self._total, self._factor, part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """See :class:`RunningSum`; the product is rounded to float32, a piece of it at a time."""
-        assert self._total is not None and self._exponent is not None
-        scaled = (self._total, self._exponent)
+        assert self._total is not None and self._factor is not None
+        scaled = (self._total, self._factor)
         batches = [scaled] if self._total.dim() == 2 else list(zip(*scaled, strict=True))
-        for (total, exponent), part in zip(batches, left.chunk(len(batches)), strict=True):
+        for (total, factors), part in zip(batches, left.chunk(len(batches)), strict=True):
             for piece in pieces(part, _PIECES_OF_SCALED):
-                _add_scaled(total[piece], exponent[piece], product(part[piece], right, torch.float32))
+                _add_scaled(total[piece], factors[piece], product(part[piece], right, torch.float32))
 
     def at_rows(self, rows: slice) -> ScaledSum:
         """See :class:`RunningSum`."""
-        assert self._total is not None and self._exponent is not None
-        return ScaledSum(self._total[:, rows], self._exponent[:, rows])
+        assert self._total is not None and self._factor is not None
+        return ScaledSum(self._total[:, rows], self._factor[:, rows])
 
     def take(self, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`RunningSum`; None is float32."""
         total, self._total = self._total, None
-        assert total is not None and self._exponent is not None
-        return total.to(dtype or torch.float32).mul_(_power_of_two(self._exponent - _LARGEST))
+        assert total is not None and self._factor is not None
+        return total.to(dtype or torch.float32).div_(self._factor)
 
 
-def _add_scaled(total: Tensor, exponents: Tensor, part: Tensor) -> None:
-    """Add `part` to rows of a :class:`ScaledSum`, whose exponents rise where a part is larger than all before."""
+def _add_scaled(total: Tensor, factors: Tensor, part: Tensor) -> None:
+    """Add `part` to rows of a :class:`ScaledSum`, whose factors fall where a part is larger than all before."""
     largest = torch.linalg.vector_norm(part, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    exponent = torch.frexp(largest.clamp_(min=2.0**_SMALLEST_EXPONENT)).exponent
-    exponent = torch.maximum(exponents, exponent)
-    total.mul_(_power_of_two(exponents - exponent))
-    total.add_(part.mul_(_power_of_two(_LARGEST - exponent)))
-    exponents.copy_(exponent)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return torch.exp2(exponent.to(torch.float32))
+    mantissa, _ = torch.frexp(largest.clamp_(min=_SMALLEST))
+    # The mantissa is largest times a power of two, and from 1/2 up to 1: this is the power, exactly.
+    needed = torch.minimum(factors, mantissa.mul_(_LARGEST).div_(largest))
+    total.mul_(needed / factors).addcmul_(part, needed)
+    factors.copy_(needed)
