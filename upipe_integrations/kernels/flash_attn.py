@@ -225,7 +225,7 @@ def _import_failure(module: str) -> str | None:
 
 
 class FlashAttention2(_FlashPackage):
-    """``flash_attn.flash_attn_interface``, of 2.7 and newer; what an older one has not is refused where it is needed."""
+    """``flash_attn.flash_attn_interface``, of 2.7 and newer; an older one is refused what it has not."""
 
     name = "flash-attn-2"
     module = "flash_attn.flash_attn_interface"
