@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 
+HELD = {True: "yes", False: "**no**", None: "-"}
+
 QUICK = {
     "memory": "--json --models 'Llama3-8B on 8' 'Qwen3-32B on 16' --tokens 1048576",
     "precision": "--layers 8/2 --tokens 256 --head-dim 32 --hidden-size 128 --stages 1 4 8 --blocks 4 --kernels auto",
@@ -31,8 +33,19 @@ QUICK = {
 HEAD = """# Measured numbers
 
 Written by `python benchmarks/report.py` from `benchmarks/results/`; with `--run` it measures first, in small sizes. No
-GPU was used for anything on this page. The record at full size, with what follows from it, is on the pages
+GPU was used but for the first table. The record at full size, with what follows from it, is on the pages
 [Precision](precision.md) and [Speed](speed.md); memory is at full size here.
+
+"""
+GPU = """## On GPUs
+
+What `benchmarks/proof.py` finds, a line a finding. To fill the table:
+
+```text
+python benchmarks/proof.py proof-output --gpus 8
+cp proof-output/proof.json benchmarks/results/gpu.json
+python benchmarks/report.py
+```
 
 """
 MEMORY = """## Memory
@@ -77,9 +90,31 @@ def run(name: str, arguments: str, folder: Path) -> None:
     file.write_text(json.dumps({"command": shown, **found}, indent=1) + "\n")
 
 
+def gpu_section(folder: Path) -> str:
+    """What ``proof.py`` found on a GPU; before it was run on one, the same table, empty."""
+    file = folder / "gpu.json"
+    from proof import figures
+
+    if file.exists():
+        found = json.loads(file.read_text())
+        rows = [(row["step"], row["what"], row["held"], figures(row).replace("|", "/")) for row in found["rows"]]
+    else:
+        rows = [(name, "-", None, "not run yet") for name in proof_steps()]
+    lines = ["| step | what | held | figures |", "|---|---|---|---|"]
+    lines += [f"| {step} | {what} | {HELD[held]} | {words} |" for step, what, held, words in rows]
+    return GPU + "\n".join(lines) + "\n\n"
+
+
+def proof_steps() -> list[str]:
+    """The steps of ``proof.py``, on one GPU and on several."""
+    from proof import ONE, SEVERAL, steps_of
+
+    return list(dict.fromkeys([*steps_of(ONE), *steps_of(SEVERAL)]))
+
+
 def page(folder: Path) -> str:
     """The page of the results in `folder`."""
-    parts = [HEAD]
+    parts = [HEAD, gpu_section(folder)]
     for name, (text, columns) in SECTIONS.items():
         found = json.loads((folder / f"{name}.json").read_text())
         parts += [text, f"```bash\n{found['command']}\n```\n\n", f"Conditions: {_conditions(found['conditions'])}.\n\n"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -137,3 +139,97 @@ def test_the_gpu_script_is_valid_and_says_how_it_is_used():
     subprocess.run(["bash", "-n", str(script)], check=True)
     result = subprocess.run([str(script)], capture_output=True, text=True)
     assert result.returncode == 2 and "OUTPUT_FOLDER" in result.stderr
+
+
+# ---------------------------------------------------------------- the proof
+
+
+@pytest.fixture
+def proof(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("proof")
+
+
+def _rows(module: str, name: str) -> list[dict]:
+    """A step in small, as ``--dry-run`` has it, in this process."""
+    import proof
+
+    return list(proof.rows_of(module, name, True))
+
+
+_ON_ONE = ("kernels", "modes", "memory", "speed", "synchronisation", "compiled", "sliding_window")
+_ON_SEVERAL = ("exact", "exchange", "training", "million", "megatron")
+
+
+@pytest.mark.parametrize("name", _ON_ONE)
+def test_every_step_of_the_proof_on_one_gpu_runs_in_small(proof, name):
+    rows = run_in_process(_rows, proof.ONE, name, seconds=200)
+    assert rows and {row["what"]: row for row in rows if row["held"] is False} == {}
+    assert name in ("speed", "synchronisation") or any(row["held"] for row in rows)
+
+
+@pytest.mark.parametrize("name", _ON_SEVERAL)
+def test_every_step_of_the_proof_on_several_gpus_runs_in_small(proof, name):
+    missing = importlib.import_module("proof_ranks")._missing("deepspeed", "megatron.training")
+    if missing and name in ("training", "million", "megatron"):
+        pytest.skip(missing)
+    with mock.patch("torch.cuda.device_count", return_value=0):
+        rows = list(proof.rows_of(proof.SEVERAL, name, True))
+    assert rows and {row["what"]: row for row in rows if row["held"] is False} == {}
+    assert not any("left_out" in row for row in rows)
+
+
+def test_the_steps_that_are_run_here_are_all_there_are(proof):
+    run_elsewhere = {"environment", "offsets"}
+    assert set(proof.steps_of(proof.ONE)) == {*_ON_ONE, *run_elsewhere}
+    assert set(proof.steps_of(proof.SEVERAL)) == {*_ON_SEVERAL, "environment"}
+    assert sum(seconds for _, seconds in proof.steps_of(proof.ONE).values()) <= 9 * 60
+
+
+def test_the_proof_by_its_command(proof, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "proof.py"), str(tmp_path), "--dry-run"]
+    done = subprocess.run([*command, "--only", "environment", "offsets"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "proof.json").read_text())
+    assert written["dry_run"] and {row["step"] for row in written["rows"]} == {"environment", "offsets"}
+    assert re.search(r"^environment +the kernel of auto +yes +chosen torch-cpu-flash", done.stdout, re.MULTILINE)
+    unknown = subprocess.run([*command, "--only", "kernel"], capture_output=True, text=True)
+    assert unknown.returncode == 2 and "--only kernel: no such step. Known: compiled," in unknown.stderr
+
+
+def _in_time(step: str, seconds: float):
+    return {"good": (lambda small: iter([{"what": "x", "held": True}]), 5), step: (_never, seconds)}
+
+
+def _never(small):
+    yield {"what": "before", "held": True}
+    raise ValueError("a kernel\nfailed")
+
+
+def test_a_step_that_fails_or_does_not_end_is_a_finding(proof, tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "steps_of", lambda module: _in_time("bad", 1))
+    first, second = proof.rows_of("any", "bad", False)
+    assert first["held"] and second == {
+        "what": "the step itself", "held": False, "failed": "ValueError: a kernel failed"
+    }  # fmt: skip
+    # In a process of its own, which imports torch for longer than it is given.
+    monkeypatch.setattr(proof, "steps_of", lambda module: {"modes": (None, 0.2)})
+    (row,) = proof.run_step(proof.ONE, "modes", True, tmp_path)
+    assert row["held"] is False and row["failed"] == "not done in 0.2 s, see modes.log"
+    assert "NO" in proof.table([{"step": "modes", **row}])
+
+
+def test_the_page_has_the_table_of_the_proof(proof, tmp_path):
+    report = importlib.import_module("report")
+    assert "| kernels | - | - | not run yet |" in report.gpu_section(tmp_path)
+    rows = [{"step": "kernels", "what": "flash-attn-2", "held": True, "worst": 0.00123}]
+    (tmp_path / "gpu.json").write_text(json.dumps({"rows": rows}))
+    assert "| kernels | flash-attn-2 | yes | worst 0.00123 |" in report.gpu_section(tmp_path)
+
+
+def test_time_that_nothing_else_runs_beside():
+    ranks = importlib.import_module("proof_ranks")
+    union = ranks._union([(5, 6), (0, 2), (1, 3)])
+    assert union == [(0, 3), (5, 6)]
+    assert ranks._overlap(union, [(1, 2), (2.5, 5.5)]) == [(1, 2), (2.5, 3), (5, 5.5)]
+    assert ranks._length(union) == 4

@@ -301,12 +301,14 @@ _SCHEDULE = Schedule.build(heads=32, kv_heads=8, ranks=8, chunk_heads=8)
 # ---------------------------------------------------------------- docs/numbers.md
 
 
-def _report() -> dict[str, Any]:
+@pytest.fixture
+def report(monkeypatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return runpy.run_path(str(ROOT / "benchmarks" / "report.py"))
 
 
-def test_the_numbers_are_those_of_the_results():
-    page = _report()["page"](ROOT / "benchmarks" / "results")
+def test_the_numbers_are_those_of_the_results(report):
+    page = report["page"](ROOT / "benchmarks" / "results")
     assert page == (ROOT / "docs" / "numbers.md").read_text(), "run python benchmarks/report.py"
     rows = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["rows"]
     mine = [row for row in rows if row["model"] == "Llama3-8B on 8" and row["chunk_heads"] in (None, 8)]
@@ -318,9 +320,9 @@ def test_the_numbers_are_those_of_the_results():
     assert len(measured) >= 5 and 0 <= measured["Ulysses"] - ulysses_peak(_LLAMA, 8).training < 0.8
 
 
-def test_a_run_leaves_its_command_and_conditions(tmp_path):
+def test_a_run_leaves_its_command_and_conditions(report, tmp_path):
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path, dirs_exist_ok=True)
-    report, arguments = _report(), "--json --models 'Llama3-8B on 8' --tokens 131072 --modes keep"
+    arguments = "--json --models 'Llama3-8B on 8' --tokens 131072 --modes keep"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         report["run"]("memory", arguments, tmp_path)

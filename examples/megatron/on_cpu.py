@@ -1,4 +1,4 @@
-"""Runs train.py on CPU under the shim of this project's tests, and reports every step before it is rounded.
+"""Runs train.py and reports every step before it is rounded; without a GPU, under the shim of this project's tests.
 
     python -m megatron_patch examples/megatron/on_cpu.py [ARGUMENTS OF MEGATRON] --report FILE
 
@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.megatron_cpu import use_cpu_for_training
 
 
@@ -23,7 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--report", type=Path, required=True)
     arguments, sys.argv[1:] = parser.parse_known_args()
-    use_cpu_for_training()
+    if not torch.cuda.is_available():
+        use_cpu_for_training()
     _report_steps(arguments.report)
     runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
 

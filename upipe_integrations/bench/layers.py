@@ -92,7 +92,9 @@ def random_layer(shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int =
     return Layer(x, wq, wk, wv, wo, angles.cos().to(dtype), angles.sin().to(dtype), D)
 
 
-def upipe_layer(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel) -> Tensor:
+def upipe_layer(
+    layer: Layer, schedule: Schedule, mode: Mode, group: Group, kernel: Kernel, *, sinks: Tensor | None = None
+) -> Tensor:
     """y `[B, L, E]` by the engine."""
     rotary = RotateHalf(layer.cos, layer.sin)
     projections = AttentionProjections(
@@ -101,4 +103,4 @@ def upipe_layer(layer: Layer, schedule: Schedule, mode: Mode, group: Group, kern
         Projection(Weights(layer.wv), layer.head_dim),
     )
     staging = Staging(schedule, group, kernel, mode=mode)
-    return upipe_attention(layer.x, projections, staging, SPEC, output=OutputProjection(layer.wo))
+    return upipe_attention(layer.x, projections, staging, SPEC, sinks=sinks, output=OutputProjection(layer.wo))

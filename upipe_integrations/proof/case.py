@@ -49,6 +49,8 @@ class Case:
     accumulate: str = "auto"
     overlap: bool = False
     seed: int = 0
+    one_device: bool = False
+    """Whether all ranks are on the first GPU (``threads.py``)."""
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "seq_len", "ranks", "batch"):
@@ -58,10 +60,9 @@ class Case:
             raise ValueError(f"hidden_size = {self.hidden_size}: must be positive.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even, as heads are rotated in pairs.")
-        if self.device == "cuda" and torch.cuda.device_count() < self.ranks:
-            raise ValueError(
-                f"device = cuda: {self.ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}."
-            )
+        gpus = 1 if self.one_device else self.ranks
+        if self.device == "cuda" and torch.cuda.device_count() < gpus:
+            raise ValueError(f"device = cuda: {gpus} ranks need as many GPUs, there are {torch.cuda.device_count()}.")
         if self.partial and (self.config().mode != Mode()):
             raise ValueError(
                 "partial: the form for heads that are projected already keeps what autograd keeps; leave "

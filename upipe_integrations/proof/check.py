@@ -75,10 +75,11 @@ def check_all(cases: Sequence[Case], *, seconds: float = 600) -> Iterator[Result
     ) as started:
         for case, by_rank in zip(cases, started.each(outcomes, cases, seconds=seconds), strict=True):
             refused = [outcome for outcome in by_rank if isinstance(outcome, str)]
-            yield Result(refusal=refused[0]) if refused else Result(tuple(_findings(case, by_rank)))
+            yield Result(refusal=refused[0]) if refused else Result(tuple(findings(case, by_rank)))
 
 
-def _findings(case: Case, by_rank: list[dict[str, Tensor]]) -> Iterator[Finding]:
+def findings(case: Case, by_rank: list[dict[str, Tensor]]) -> Iterator[Finding]:
+    """What :func:`check` finds, from the tensors of every rank."""
     for name, right in single_process(case).items():
         parts = [results[name].double() for results in by_rank]
         got = case.layout.collect(parts, 1) if name in ("out", "dx") else torch.stack(parts).sum(0)

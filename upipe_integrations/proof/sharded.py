@@ -32,7 +32,8 @@ def outcomes(cases: Sequence[Case]) -> Iterator[dict[str, Tensor] | str]:
 
 def sharded(case: Case, rank: int) -> dict[str, Tensor]:
     """This rank's output rows and gradients through the engine."""
-    device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
+    number = 0 if case.one_device else rank
+    device = torch.device(case.device, number) if case.device == "cuda" else torch.device("cpu")
     rows = case.layout.rows(rank, case.seq_len, case.ranks)
     leaves = {name: t.to(device) for name, t in layer_tensors(case).items()}
     dout = leaves.pop("dout")[:, rows.to(device)]
