@@ -212,11 +212,13 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
             del q, dout, dq, out
         pieces = exchange(pieces, staging.group)
         dq, out = pieces.split([n, n], 3)
-        _add_products(dx.at_rows(rows), [grads.q.add(dq, stage.q, rows)])
         if grads.output is not None:
             zero_padding(out, stage.q)
             dw.add_(output.weight_gradient(out, grad[:, rows], collecting_dtype(grad, rows)))
+        factors = [grads.q.add(dq, stage.q, rows)]
         del pieces, dq, out
+        _add_products(dx.at_rows(rows), factors)
+        del factors
         if not block.last:
             continue
         grads.q.end_blocks(stage.q)

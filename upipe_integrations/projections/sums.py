@@ -14,8 +14,8 @@ _LARGEST = 2.0**6
 _SMALLEST = 2.0**-101
 _LARGEST_FACTOR = 2.0**106
 """For rows whose elements are all below the smallest number that is told from zero."""
-_PIECES_OF_SCALED = 16
-"""Pieces in which a product is added to a ScaledSum, which is made where memory is not at its peak."""
+_PIECES, _PIECES_OF_SOME_ROWS = 16, 4
+"""Pieces in which a product is added to a ScaledSum and to some rows of one, where memory is not at its peak."""
 
 
 class RunningSum(ABC):
@@ -87,10 +87,14 @@ class ScaledSum(RunningSum):
     and 2 ** -23 at bfloat16's.
     """
 
-    def __init__(self, total: Tensor | None = None, factor: Tensor | None = None) -> None:
-        """Nothing yet, or what is in `total` `[..., D]` (float16) with the factors `[..., 1]` (float32) of its rows."""
+    def __init__(self, total: Tensor | None = None, factor: Tensor | None = None, pieces: int = _PIECES) -> None:
+        """Nothing yet, or what is in `total` `[..., D]` (float16) with the factors `[..., 1]` (float32) of its rows.
+
+        `pieces`: in which a product is added.
+        """
         self._total = total
         self._factor = factor
+        self._pieces = pieces
 
     @classmethod
     def in_place_of(cls, zeros: Tensor) -> ScaledSum:
@@ -111,13 +115,13 @@ class ScaledSum(RunningSum):
         scaled = (self._total, self._factor)
         batches = [scaled] if self._total.dim() == 2 else list(zip(*scaled, strict=True))
         for (total, factors), part in zip(batches, left.chunk(len(batches)), strict=True):
-            for piece in pieces(part, _PIECES_OF_SCALED):
+            for piece in pieces(part, self._pieces):
                 _add_scaled(total[piece], factors[piece], product(part[piece], right, torch.float32))
 
     def at_rows(self, rows: slice) -> ScaledSum:
         """See :class:`RunningSum`."""
         assert self._total is not None and self._factor is not None
-        return ScaledSum(self._total[:, rows], self._factor[:, rows])
+        return ScaledSum(self._total[:, rows], self._factor[:, rows], _PIECES_OF_SOME_ROWS)
 
     def take(self, dtype: torch.dtype | None = None) -> Tensor:
         """See :class:`RunningSum`; None is float32."""
