@@ -32,6 +32,7 @@ from upipe_integrations.bench.on_ranks import run_job
 from upipe_integrations.bench.report import plot, table
 from upipe_integrations.bench.results import Measured
 from upipe_integrations.bench.ulysses import LocalAttention, attend_all_heads
+from upipe_integrations.commands.parsing import add_overlap
 from upipe_integrations.kernels import KERNELS, Kernel
 from upipe_integrations.mode import ACCUMULATE, MEMORY
 from upipe_integrations.planning.closed_forms import LayerShape
@@ -147,7 +148,7 @@ def parse() -> argparse.Namespace:
     add("--accumulate", choices=ACCUMULATE, default="auto", help="UPipe's sums")
     add("--checkpoint", choices=STEPS, default="both", help="train with the layer checkpointed, without, or both")
     add("--plain-checkpoint", action="store_true", help="do not keep UPipe's result under the checkpoint")
-    add("--overlap", action="store_true", help="send UPipe's next stage during attention")
+    add_overlap(parser)
     add("--repeats", type=int, default=5, help="that count; medians are of these")
     add("--warmup", type=int, default=1, help="repetitions before")
     add("--kernel", choices=["auto", *KERNELS], default="auto", help="local attention of all")

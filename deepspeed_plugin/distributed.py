@@ -55,7 +55,7 @@ class DistributedAttention(nn.Module):
         sp_stream: None; ``overlap`` takes its place.
         num_kv_heads: None, or a divisor of the keys' heads.
         chunk_heads: query heads per stage over all ranks; a multiple of the ranks.
-        overlap: send the next stage's heads while this one attends.
+        overlap: as the key of that name: True sends the next stage's heads while this one attends.
 
     Raises:
         ValueError: the arguments ask for what can't be served; the message names which and the remedy.
@@ -71,7 +71,7 @@ class DistributedAttention(nn.Module):
         num_kv_heads: int | None = None,
         *,
         chunk_heads: int,
-        overlap: bool = False,
+        overlap: bool | str = False,
     ) -> None:
         super().__init__()
         self.local_attn = local_attention

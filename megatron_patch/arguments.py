@@ -9,7 +9,7 @@ from typing import Any
 from megatron_patch.options import AUTO, IMPL, PREFIX, UPipeOptions, flag
 from upipe_integrations import UPipeConfig
 from upipe_integrations.kernels import KERNELS
-from upipe_integrations.mode import ACCUMULATE, MEMORY
+from upipe_integrations.mode import ACCUMULATE, BOTH_WAYS, MEMORY
 
 
 def _chunk_heads(text: str) -> int | str:
@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Precision of sums over stages: auto sums in float32 where rounding would be seen, float32 everywhere.",
     )
     group.add_argument(
-        "--upipe-overlap", action="store_true", help="Send the next stage's heads while this one attends."
+        "--upipe-overlap",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[BOTH_WAYS],
+        help=f"Send the next stage's heads while this one attends; {BOTH_WAYS}: what a stage gives back, too.",
     )
     group.add_argument(
         "--upipe-kernel",

@@ -29,7 +29,7 @@ def test_a_block_becomes_a_config():
         ({"chunk_heads": 4, "memory": "fuse"}, r"upipe\.memory = 'fuse': no such memory \(did you mean 'fused'\?\)"),
         ({"chunk_heads": 4, "query_blocks": 0}, r"upipe\.query_blocks = 0: must be positive .*default of 4"),
         ({"chunk_heads": 4, "query_blocks": "2"}, r"upipe\.query_blocks = '2': must be an integer"),
-        ({"chunk_heads": 4, "overlap": 1}, r"upipe\.overlap = 1: must be true or false"),
+        ({"chunk_heads": 4, "overlap": 1}, r"upipe\.overlap = 1: must be true, false or 'both'"),
         ({"chunk_heads": 4, "accumulate": "fp32"}, r"upipe\.accumulate = 'fp32': no such accumulate.*auto, float32"),
         (4, r"upipe = 4: must be a block"),
         *(

@@ -52,6 +52,10 @@ MODES = {
     "keep, overlap": Mode(overlap=True),
     "fused, overlap": Mode.named("fused", overlap=True),
     "blocks, overlap": Mode.named("blocks", overlap=True),
+    "keep_heads, overlap both": Mode.named("keep_heads", overlap="both"),
+    "keep, overlap both": Mode(overlap="both"),
+    "fused, overlap both": Mode.named("fused", overlap="both"),
+    "blocks, overlap both": Mode.named("blocks", overlap="both"),
 }
 LLAMA3_8B = LayerShape(heads=32, kv_heads=8, head_dim=128, hidden_size=4096)
 QWEN3_32B = LayerShape(heads=64, kv_heads=8, head_dim=128, hidden_size=5120)
@@ -254,7 +258,7 @@ def test_usual_ulysses_measures_what_the_comparison_says(peaks, name, forward, t
 def test_every_peak_is_its_closed_form(peaks):
     checked = {name: pair for name, pair in peaks.items() if "two-step" not in name}
     assert len(UPIPE_CASES) == len(set(UPIPE_CASES)) >= (1 + 3) * len(MODES) + 7
-    assert len(checked) == 2 * (2 + 2) + len(UPIPE_CASES) + 2 * 5 + 2 * len(KERNEL_CASES)
+    assert len(checked) == 2 * (2 + 2) + len(UPIPE_CASES) + 2 * 7 + 2 * len(KERNEL_CASES)
     for name, (measured, form) in checked.items():
         layer = LAYERS[name.split()[0]]
         # Not in the forms: weight gradients (q, k, v, o), and FlashAttention's row sums, 1/32 of a head.

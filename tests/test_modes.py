@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.engine import FEATURES, LAYOUTS, UNSERVED, projections_of, relative_errors, run_sharded
 from tests.pairwise import pairwise
-from tests.ranks import on_pool
+from tests.ranks import on_pool, run_in_process
 from tests.reference import make_layer, reference
 from upipe_integrations import (
     AttentionProjections,
@@ -27,6 +27,7 @@ from upipe_integrations import (
     upipe_attention,
 )
 from upipe_integrations.kernels import KERNELS, MathKernel
+from upipe_integrations.planning.measure import fake_ranks
 
 MODES = {
     "keep_heads": Mode.named("keep_heads"),
@@ -39,6 +40,9 @@ MODES = {
     "keep_heads, overlap": Mode.named("keep_heads", overlap=True),
     "blocks, overlap": Mode.named("blocks", query_blocks=2, overlap=True),
     "fused, overlap": Mode.named("fused", overlap=True),
+    "keep, overlap both": Mode(overlap="both"),
+    "fused, overlap both": Mode.named("fused", overlap="both"),
+    "blocks, overlap both": Mode.named("blocks", query_blocks=2, overlap="both"),
 }
 NOT_IN_BLOCKS = {"other value size", "smaller value size"}
 
@@ -127,7 +131,72 @@ def test_every_mode_with_every_feature(ranks):
 
 def test_every_mode_meets_every_feature_that_it_serves():
     met = {(case["mode"], case["feature"]) for case in CASES}
-    assert len(met) == len(MODES) * (1 + len(FEATURES)) - 2 * len(NOT_IN_BLOCKS)
+    in_blocks = sum("blocks" in mode for mode in MODES)
+    assert len(met) == len(MODES) * (1 + len(FEATURES)) - in_blocks * len(NOT_IN_BLOCKS)
+
+
+# ---------------------------------------------------------------- overlap
+
+
+class _Exchanges:
+    """What is sent, waited for and attended, in order, on one rank of a group without peers."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._sent = 0
+
+    def all_to_all_single(self, received, send, group=None, async_op=False):
+        received.copy_(send)
+        self._sent += 1
+        number, order = self._sent, self.order
+        order.append(f"send {number}")
+        if not async_op:
+            return None
+
+        class Work:
+            def wait(self) -> None:
+                order.append(f"wait {number}")
+
+        return Work()
+
+
+def _order(overlap: bool | str, memory: str) -> list[str]:
+    exchanges = _Exchanges()
+
+    class Noted(MathKernel):
+        def forward(self, q, k, v, spec):
+            exchanges.order.append("attend")
+            return super().forward(q, k, v, spec)
+
+        def backward(self, *tensors):
+            exchanges.order.append("differentiate")
+            return super().backward(*tensors)
+
+    with fake_ranks(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchanges.all_to_all_single)
+        layer = make_layer(8, 2, seq=8, output=True)
+        run_sharded(layer, 4, dist.group.WORLD, Noted(), mode=Mode.named(memory, overlap=overlap))
+    return exchanges.order
+
+
+def test_what_travels_while_what_is_attended():
+    """Two stages; K and V of both heads travel with the first."""
+    kv_q_1, forward = ["send 1", "send 2"], {}
+    for overlap in (False, True, "both"):
+        order = run_in_process(_order, overlap, "keep")
+        forward[overlap] = order[: [i for i, what in enumerate(order) if what == "attend"][1] + 1]
+    assert forward[False] == [*kv_q_1, "attend", "send 3", "send 4", "attend"]
+    assert forward[True] == [*kv_q_1, "wait 1", "wait 2", "send 3", "attend", "send 4", "wait 3", "attend"]
+    # What the first stage attended, 4, is on its way while the second attends.
+    assert forward["both"] == [*kv_q_1, "wait 1", "wait 2", "send 3", "attend", "send 4", "wait 3", "attend"]
+    both = run_in_process(_order, "both", "keep")
+    assert both[len(forward["both"]) :][0] == "wait 4"
+    for memory in ("keep", "fused"):
+        order = run_in_process(_order, "both", memory)
+        first, second = (i for i, what in enumerate(order) if what == "differentiate")
+        waited = {what.split()[1] for what in order[:second] if what.startswith("wait")}
+        sent = {what.split()[1] for what in order[first:second] if what.startswith("send")}
+        assert sent and not sent & waited, "the first stage's gradients travel while the second is differentiated"
 
 
 @pytest.mark.parametrize("mode", ["keep_heads", "recompute", "fused"])

@@ -91,7 +91,8 @@ def _code(values: Any) -> str:
 def _ds_config() -> Iterator[tuple[str, ...]]:
     meaning = _described(UPipeConfig)
     for field in dataclasses.fields(UPipeConfig):
-        kind = {"int": "a positive integer", "bool": "`true`, `false`"}.get(field.type, "")
+        kinds = {"int": "a positive integer", "bool | str": '`true`, `false`, `"both"`'}
+        kind = kinds.get(field.type, "")
         values = _code(f'"{value}"' for value in _VALUES[field.name]) if field.name in _VALUES else kind
         default = "required" if field.default is dataclasses.MISSING else f"`{json.dumps(field.default)}`"
         yield f"`{field.name}`", values, default, meaning[field.name]
@@ -101,7 +102,12 @@ def _megatron() -> Iterator[tuple[str, ...]]:
     for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
         own = {IMPL: "`native`", f"{PREFIX}chunk_heads": "`auto`"}
         default = own.get(action.dest) or f"`{getattr(UPipeConfig(1), action.dest.removeprefix(PREFIX))}`"
-        yield f"`{action.option_strings[0]}`", _takes(action), "off" if action.nargs == 0 else default, action.help
+        yield (
+            f"`{action.option_strings[0]}`",
+            _takes(action),
+            "off" if action.nargs in (0, "?") else default,
+            action.help,
+        )
 
 
 def _refused() -> Iterator[tuple[str, ...]]:
@@ -113,6 +119,8 @@ def _refused() -> Iterator[tuple[str, ...]]:
 def _takes(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "a switch"
+    if action.nargs == "?":
+        return f"a switch, or {_code(action.choices)}"
     if action.choices is not None:
         return _code(action.choices)
     return f"`{action.metavar}`" if action.metavar else "a value"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from upipe_integrations.mode import ACCUMULATE, MEMORY, Mode
+from upipe_integrations.mode import ACCUMULATE, BOTH_WAYS, MEMORY, Mode
 from upipe_integrations.schedule import Schedule
 
 KERNEL_NAMES = (
@@ -46,7 +46,8 @@ class UPipeConfig:
         memory: what a layer keeps for backward, one of ``upipe_integrations.mode.MEMORY``.
         query_blocks: blocks of a rank's rows in memory mode ``"blocks"``.
         accumulate: precision of sums over stages, one of ``upipe_integrations.mode.ACCUMULATE``.
-        overlap: send the next stage's heads while this one attends.
+        overlap: send the next stage's heads while this one attends; ``"both"`` also sends back what a stage attended,
+            and its gradients, while the next one attends.
 
     Raises:
         ValueError: a value of the wrong type or outside its range; the message names key, value,
@@ -58,7 +59,7 @@ class UPipeConfig:
     memory: str = "keep"
     query_blocks: int = 4
     accumulate: str = "auto"
-    overlap: bool = False
+    overlap: bool | str = False
 
     def __post_init__(self) -> None:
         meaning = {
@@ -79,8 +80,10 @@ class UPipeConfig:
                     f"upipe.{key} = {value!r}: no such {key}{closest(str(value), known)}. Known: {', '.join(known)}."
                 )
 
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"upipe.overlap = {self.overlap!r}: must be true or false. Leave it out for false.")
+        if not isinstance(self.overlap, bool) and self.overlap != BOTH_WAYS:
+            raise ValueError(
+                f"upipe.overlap = {self.overlap!r}: must be true, false or {BOTH_WAYS!r}. Leave it out for false."
+            )
 
     @property
     def mode(self) -> Mode:

@@ -13,6 +13,9 @@ MEMORY = ("keep_heads", "keep", "recompute", "fused", "blocks")
 KEEPS = ("heads", "output", "nothing")
 """What a layer may keep for backward besides its input; ``"heads"`` is with the output."""
 ACCUMULATE = ("auto", "float32")
+BOTH_WAYS = "both"
+OVERLAP = (False, True, BOTH_WAYS)
+
 PRODUCT_PIECES = 64
 """Pieces in which a product is added to a sum of a wider dtype: fewer where they would be small."""
 _STAGES_OF_ROUNDED_Y = 4
@@ -33,7 +36,8 @@ class Mode:
             blocks, in float32, and in bfloat16 dK and dV over stages, and dx over blocks, in as much memory but finer
             (``sums.ScaledSum``); ``"float32"`` sums everything in float32. docs/precision.md argues it.
         overlap: send the next stage's (over blocks, the next block's) heads while this one attends, for the
-            memory of one more stage's exchange.
+            memory of one more stage's exchange; ``"both"`` also sends back what a stage attended, and its gradients,
+            while the next one attends, for the memory of their exchange, too.
         operator: run as the registered operator ``torch.ops.upipe.attention``, which selective activation
             checkpointing can keep the result of; see ``upipe_integrations.engine.checkpoint``.
 
@@ -45,7 +49,7 @@ class Mode:
     output_in_loop: bool = False
     query_blocks: int = 1
     accumulate: str = "auto"
-    overlap: bool = False
+    overlap: bool | str = False
     operator: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +60,8 @@ class Mode:
                 f"output_in_loop with keeps = {self.keeps!r}: the output projection in the stage loop leaves no whole "
                 "attention output to keep. Set keeps to 'nothing'."
             )
+        if self.overlap not in OVERLAP:
+            raise ValueError(f"overlap = {self.overlap!r}: must be False, True or {BOTH_WAYS!r}.")
         if self.query_blocks < 1 or (self.query_blocks > 1 and not self.output_in_loop):
             raise ValueError(
                 f"query_blocks = {self.query_blocks}: must be positive, and more than 1 only with output_in_loop."
@@ -67,7 +73,7 @@ class Mode:
         memory: str,
         query_blocks: int = 4,
         accumulate: str = "auto",
-        overlap: bool = False,
+        overlap: bool | str = False,
         operator: bool = False,
     ) -> Mode:
         """The mode of a memory mode's name.
@@ -100,6 +106,11 @@ class Mode:
         if not self.output_in_loop:
             return {"heads": "keep_heads", "output": "keep", "nothing": "recompute"}[self.keeps]
         return "fused" if self.query_blocks == 1 else "blocks"
+
+    @property
+    def overlaps_return(self) -> bool:
+        """Whether what a stage gives back travels while the next one attends."""
+        return self.overlap == BOTH_WAYS
 
     @property
     def keeps_heads(self) -> bool:

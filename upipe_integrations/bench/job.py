@@ -88,7 +88,7 @@ class UPipe:
         """See :class:`Contender`."""
         exact = " float32" if self.mode.accumulate == "float32" else ""
         blocks = f" {self.mode.query_blocks}" if self.mode.query_blocks > 1 else ""
-        ahead = " overlap" if self.mode.overlap else ""
+        ahead = " overlap" * bool(self.mode.overlap) + " both ways" * self.mode.overlaps_return
         return f"upipe U={self.chunk_heads} {self.mode.memory}{blocks}{exact}{ahead}"
 
     def checkpoint_options(self) -> dict[str, Any]:

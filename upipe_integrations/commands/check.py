@@ -136,7 +136,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     given = {name: getattr(options, name) for name in ("chunk_heads", "kernel", "query_blocks", "accumulate")}
     block = {"chunk_heads": ranks} | block | {name: value for name, value in given.items() if value is not None}
     if options.overlap:
-        block["overlap"] = True
+        block["overlap"] = options.overlap
     named = options.memory is not None or options.ds_config is not None or config is None or options.partial
     modes: Sequence[str] = words(options.memory) if options.memory else (block.get("memory", UPipeConfig.memory),)
     settings = tuple(UPipeConfig.from_mapping({**block, "memory": mode}) for mode in (modes if named else MEMORY))

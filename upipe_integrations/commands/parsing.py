@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 from upipe_integrations.config import KERNEL_NAMES
-from upipe_integrations.mode import ACCUMULATE
+from upipe_integrations.mode import ACCUMULATE, BOTH_WAYS
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -53,7 +53,19 @@ def add_stage_settings(
     add_number(group, "--query-blocks", blocks_help, default=query_blocks)
     sums = f"sums (default: {'auto' if accumulate is None else '%(default)s'})"
     group.add_argument("--accumulate", choices=ACCUMULATE, default=accumulate, help=sums)
-    group.add_argument("--overlap", action="store_true", help="send the next stage's heads during attention")
+    add_overlap(group)
+
+
+def add_overlap(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """``--overlap``, which is False, True or ``"both"``."""
+    group.add_argument(
+        "--overlap",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[BOTH_WAYS],
+        help=f"send the next stage's heads during attention; {BOTH_WAYS}: what a stage gives back, too",
+    )
 
 
 def add_dtype(group: argparse._ArgumentGroup, help: str) -> None:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upipe_integrations.all_to_all import exchange, reduce_scatter_rows
+from upipe_integrations.all_to_all import reduce_scatter_rows
 from upipe_integrations.engine.attend import OpenKV, OpenKVInTiles, StageAttention
 from upipe_integrations.engine.call import Call
 from upipe_integrations.engine.forward import SavedForBackward, kv_of, queries_of
 from upipe_integrations.engine.travel import (
     Arriving,
     HeadsToSend,
+    Return,
     Saved,
     Sent,
+    SentBack,
     Travel,
-    pieces_of,
-    sum_sent_back,
     with_all_rows,
     zero_padding,
 )
@@ -70,7 +70,7 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
     """(K and V where the stage opens them, q and dout and, where it was saved, out) of every stage."""
 
     def __init__(self, call: Call, grad: Tensor, saved: SavedForBackward | None) -> None:
-        super().__init__(call.staging.schedule.stages, overlap=call.staging.mode.overlap)
+        super().__init__(call.staging.schedule.stages, overlap=bool(call.staging.mode.overlap))
         self._call = call
         self._dout = _gradient_of_heads(call, grad)
         self._saved = saved
@@ -89,17 +89,53 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
         return Sent(kv, call) if kv else None, [Sent([q, *others], call)]
 
 
+@dataclass
+class _Back:
+    """What a stage sends back: dq; out, where the output projection in the loop wants it; dK and dV where it closes
+    them."""
+
+    dq: SentBack
+    out: SentBack | None = None
+    dk: SentBack | None = None
+    dv: SentBack | None = None
+
+
+class _BackwardReturn(Return[Stage, _Back]):
+    """Adds what every stage sends back to the gradients, and to `dx`."""
+
+    def __init__(self, call: Call, grad: Tensor, grads: _Gradients, dx: RunningSum) -> None:
+        super().__init__(overlap=call.staging.mode.overlaps_return)
+        self._call, self._grad, self._grads, self._dx = call, grad, grads, dx
+
+    def take(self, step: Stage, back: _Back) -> None:
+        """See :class:`Return`."""
+        call, grads, output = self._call, self._grads, self._call.output_in_loop
+        factors = [grads.q.add(back.dq.receive(), step.q)]
+        if back.out is not None:
+            assert output is not None and grads.output is not None
+            out = back.out.receive()
+            zero_padding(out, step.q)
+            dw = output.weight_gradient(out, self._grad, torch.promote_types(call.dtype, grads.output.dtype))
+            output.add_weight_gradient(grads.output, dw, call.v.head_dim, step.q)
+            del out, dw
+        if back.dk is not None and back.dv is not None:
+            factors.append(grads.k.add(back.dk.receive(), step.kv))
+            factors.append(grads.v.add(back.dv.receive(), step.kv))
+        _add_products(self._dx, factors)
+
+
 def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _Gradients) -> RunningSum:
     """dx `[B * L, E]`; adds to `grads`.
 
     `grad` is of the result: `[B, L, H, Dv]`, or `[B, L, Y]` after the output projection. `saved` is None where a
     stage's attention is run again.
     """
-    staging, output = call.staging, call.output_in_loop
+    staging = call.staging
+    sends_out = call.output_in_loop is not None and grads.output is not None
     if saved is not None and call.output_after is not None and grads.output is not None:
         call.output_after.add_all_rows(grads.output, saved.out.flatten(2, 3), grad)
-    travel, kv = _BackwardTravel(call, grad, saved), OpenKV(call)
     dx = Sum(staging.mode.sum_dtype(call.dtype))
+    travel, returned, kv = _BackwardTravel(call, grad, saved), _BackwardReturn(call, grad, grads, dx), OpenKV(call)
     lses = iter(saved.lses if saved is not None else ())
 
     for stage in staging.schedule.stages:
@@ -116,30 +152,23 @@ def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _
         del saved_out
         dq, dk, dv = attention.backward(dout, q, kv.k, kv.v, out, lse)
         del q, dout, lse
-        if output is None:
+        if not sends_out:
             del out
         attention.add_to(kv, dk, dv)
         del dk, dv
         if stage.closes_kv:
             kv.close()
-        dq = pieces_of(dq, staging)  # [C, L, B, n, D]
-        dq = exchange(dq, staging.group)
-        factors = [grads.q.add(dq, stage.q)]
+        returned.finish()
+        back = _Back(SentBack(dq, call))
         del dq
-        if output is not None:
-            if grads.output is not None:
-                out = pieces_of(out, staging)
-                out = exchange(out, staging.group)
-                zero_padding(out, stage.q)
-                dw = output.weight_gradient(out, grad, torch.promote_types(call.dtype, grads.output.dtype))
-                output.add_weight_gradient(grads.output, dw, call.v.head_dim, stage.q)
-                del dw
+        if sends_out:
+            back.out = SentBack(out, call)
             del out
         if stage.closes_kv:
-            factors.append(grads.k.add(sum_sent_back(kv.dk, call), stage.kv))
-            factors.append(grads.v.add(sum_sent_back(kv.dv, call), stage.kv))
-        _add_products(dx, factors)
-        del factors
+            back.dk, back.dv = SentBack(kv.dk, call), SentBack(kv.dv, call)
+        returned.give(stage, back)
+        del back
+    returned.finish()
     return dx
 
 
@@ -167,7 +196,7 @@ class _BlockTravel(Travel[_Block, tuple[Sent | None, Sent]]):
             for stage in call.staging.schedule.stages
             for first in range(0, rows, size)
         ]
-        super().__init__(self.blocks, overlap=call.staging.mode.overlap)
+        super().__init__(self.blocks, overlap=bool(call.staging.mode.overlap))
         self._call = call
         self._dout = _gradient_of_heads(call, grad)
 
@@ -180,6 +209,48 @@ class _BlockTravel(Travel[_Block, tuple[Sent | None, Sent]]):
         return Sent(kv, call) if kv else None, Sent([q, dout], call)
 
 
+@dataclass
+class _BlockBack:
+    """What a block sends back: dq and out side by side; dK and dV with the last block that they are summed over."""
+
+    pieces: SentBack
+    dk: SentBack | None = None
+    dv: SentBack | None = None
+
+
+class _BlockReturn(Return[_Block, _BlockBack]):
+    """Adds what every block sends back to the gradients, and to `dx`."""
+
+    def __init__(self, call: Call, grad: Tensor, grads: _Gradients, dx: RunningSum) -> None:
+        super().__init__(overlap=call.staging.mode.overlaps_return)
+        self._call, self._grad, self._grads, self._dx = call, grad, grads, dx
+        self._dw = Sum()
+
+    def take(self, step: _Block, back: _BlockBack) -> None:
+        """See :class:`Return`."""
+        call, grads, stage, rows = self._call, self._grads, step.stage, step.rows
+        output, grad = call.output, self._grad
+        assert output is not None
+        pieces = back.pieces.receive()
+        dq, out = pieces.split([stage.q.per_rank, stage.q.per_rank], 3)
+        if grads.output is not None:
+            zero_padding(out, stage.q)
+            self._dw.add_(output.weight_gradient(out, grad[:, rows], collecting_dtype(grad, rows)))
+        factors = [grads.q.add(dq, stage.q, rows)]
+        del pieces, dq, out
+        _add_products(self._dx.at_rows(rows), factors)
+        del factors
+        if not step.last:
+            return
+        grads.q.end_blocks(stage.q)
+        if grads.output is not None:
+            output.add_weight_gradient(grads.output, self._dw.take(), call.v.head_dim, stage.q)
+        if back.dk is not None and back.dv is not None:
+            factors = [grads.k.add(back.dk.receive(), stage.kv)]
+            factors.append(grads.v.add(back.dv.receive(), stage.kv))
+            _add_products(self._dx, factors)
+
+
 def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningSum:
     """:func:`_backward` with the output projection in the loop and a stage's queries walked in blocks of rows.
 
@@ -187,12 +258,10 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
     block, the piece that came from rank c is attended by itself. dq and the output take the places of q and dout in the
     buffer, and travel back in one exchange. dx is `[B, L, E]`.
     """
-    staging, output = call.staging, call.output
-    assert output is not None
+    staging = call.staging
     C, L = staging.schedule.ranks, call.q.shape[1]
     dx = _sum_over_blocks(call)
-    travel, kv = _BlockTravel(call, grad), OpenKVInTiles(call)
-    dw = Sum()
+    travel, returned, kv = _BlockTravel(call, grad), _BlockReturn(call, grad, grads, dx), OpenKVInTiles(call)
 
     for block in travel.blocks:
         stage, rows = block.stage, block.rows
@@ -210,26 +279,15 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
             q.copy_(dq)
             dout.copy_(out)
             del q, dout, dq, out
-        pieces = exchange(pieces, staging.group)
-        dq, out = pieces.split([n, n], 3)
-        if grads.output is not None:
-            zero_padding(out, stage.q)
-            dw.add_(output.weight_gradient(out, grad[:, rows], collecting_dtype(grad, rows)))
-        factors = [grads.q.add(dq, stage.q, rows)]
-        del pieces, dq, out
-        _add_products(dx.at_rows(rows), factors)
-        del factors
-        if not block.last:
-            continue
-        grads.q.end_blocks(stage.q)
-        if grads.output is not None:
-            output.add_weight_gradient(grads.output, dw.take(), call.v.head_dim, stage.q)
-        if stage.closes_kv:
+        returned.finish()
+        back = _BlockBack(SentBack(pieces, call))
+        del pieces
+        if block.last and stage.closes_kv:
             kv.close()
-            factors = [grads.k.add(sum_sent_back(kv.dk, call), stage.kv)]
-            factors.append(grads.v.add(sum_sent_back(kv.dv, call), stage.kv))
-            _add_products(dx, factors)
-            del factors
+            back.dk, back.dv = SentBack(kv.dk, call), SentBack(kv.dv, call)
+        returned.give(block, back)
+        del back
+    returned.finish()
     return dx
 
 

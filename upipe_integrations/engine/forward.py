@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upipe_integrations.all_to_all import exchange
 from upipe_integrations.engine.attend import OpenKV, StageAttention
 from upipe_integrations.engine.call import Call
 from upipe_integrations.engine.travel import (
     HeadsToSend,
+    Return,
     Sent,
+    SentBack,
     Travel,
     by_exchange,
-    pieces_of,
     widths,
     with_all_rows,
     zero_padding,
@@ -75,13 +75,25 @@ class _ForwardTravel(Travel[Stage, tuple[Sent | None, Sent]]):
     """(K and V where the stage opens them, q) of every stage."""
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.staging.schedule.stages, overlap=call.staging.mode.overlap)
+        super().__init__(call.staging.schedule.stages, overlap=bool(call.staging.mode.overlap))
         self._call = call
 
     def send(self, step: Stage) -> tuple[Sent | None, Sent]:
         """See :class:`Travel`."""
         kv = kv_of(self._call, step)
         return Sent(kv, self._call) if kv else None, Sent([queries_of(self._call, step)], self._call)
+
+
+class _ForwardReturn(Return[Stage, SentBack]):
+    """What every stage attended."""
+
+    def __init__(self, call: Call, result: _AllHeads | _SummedOutput) -> None:
+        super().__init__(overlap=call.staging.mode.overlaps_return)
+        self._result = result
+
+    def take(self, step: Stage, back: SentBack) -> None:
+        """See :class:`Return`."""
+        self._result.add(back.receive(), step.q)
 
 
 class _AllHeads:
@@ -129,7 +141,7 @@ def _forward(call: Call, save_heads: list[Tensor] | None) -> tuple[Tensor, list[
     staging, output = call.staging, call.output_in_loop
     result = _AllHeads(call) if output is None else _SummedOutput(call, output)
     lses = []
-    travel, kv = _ForwardTravel(call), OpenKV(call)
+    travel, returned, kv = _ForwardTravel(call), _ForwardReturn(call, result), OpenKV(call)
 
     for stage in staging.schedule.stages:
         arriving_kv, arriving_q = travel.receive()
@@ -142,10 +154,12 @@ def _forward(call: Call, save_heads: list[Tensor] | None) -> tuple[Tensor, list[
         if stage.closes_kv:
             kv.close()
         lses.append(lse)
-        out = pieces_of(out, staging)  # [C, L, B, n, Dv]: piece c is rank c's rows of this rank's heads
-        out = exchange(out, staging.group)  # piece c is this rank's rows of rank c's heads
-        result.add(out, stage.q)
+        returned.finish()
+        back = SentBack(out, call)
         del out
+        returned.give(stage, back)
+        del back
+    returned.finish()
     return result.take(), lses
 
 

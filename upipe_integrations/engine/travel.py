@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from upipe_integrations.all_to_all import exchange, gather_rows, sequence_pieces, start_exchange
+from upipe_integrations.all_to_all import InFlight, gather_rows, sequence_pieces, start_exchange
 from upipe_integrations.engine.attend import TileSum
 from upipe_integrations.engine.call import Call, Staging
 from upipe_integrations.projections.source import HeadSource
@@ -92,7 +92,7 @@ class Sent(Arriving):
         exchanges, staging = by_exchange(items), call.staging
         super().__init__(exchanges)
         self._staging = staging
-        ranks, overlap = staging.schedule.ranks, staging.mode.overlap
+        ranks, overlap = staging.schedule.ranks, bool(staging.mode.overlap)
         self._in_flight = [
             start_exchange(_packed(exchange, ranks, call.dtype), staging.group, overlap=overlap)
             for exchange in exchanges
@@ -152,10 +152,35 @@ def pieces_of(attended: Tensor, staging: Staging) -> Tensor:
     return sequence_pieces(staging.layout.from_natural(attended, 2, ranks), ranks)
 
 
-def sum_sent_back(total: RunningSum | TileSum, call: Call) -> Tensor:
-    """The sum `[B, n, S, D]` over this rank's heads -> `[C, L, B, n, D]`: this rank's rows of every rank's heads."""
-    pieces = pieces_of(total.take(call.dtype), call.staging)
-    return exchange(pieces, call.staging.group)
+class SentBack:
+    """Heads on their way back: this rank's, over the whole sequence, to each rank's rows.
+
+    They are sent when they are asked for; with ``overlap="both"`` when this is made.
+
+    Args:
+        heads: `[B, n, S, D]`, a sum of such, or pieces `[C, L, B, n, D]`; given away.
+        call: the call.
+    """
+
+    def __init__(self, heads: Tensor | RunningSum | TileSum, call: Call) -> None:
+        self._call = call
+        self._heads: Tensor | RunningSum | TileSum | None = heads
+        self._in_flight = self._start() if call.staging.mode.overlaps_return else None
+
+    def receive(self) -> Tensor:
+        """`[C, L, B, n, D]`, piece c being this rank's rows of rank c's heads; once."""
+        in_flight, self._in_flight = self._in_flight or self._start(), None
+        return in_flight.wait()
+
+    def _start(self) -> InFlight:
+        staging, heads = self._call.staging, self._heads
+        assert heads is not None
+        self._heads = None
+        if not isinstance(heads, Tensor):
+            heads = heads.take(self._call.dtype)
+        if heads.dim() == 4:
+            heads = pieces_of(heads, staging)
+        return start_exchange(heads, staging.group, overlap=staging.mode.overlaps_return)
 
 
 def with_all_rows(call: Call) -> Call:
@@ -196,3 +221,32 @@ class Travel(ABC, Generic[_Step, _Travelling]):
         """With overlap, send what the step after this one needs, to travel while this one computes."""
         if self._overlap and self._to_send:
             self._travelling.append(self.send(self._to_send.popleft()))
+
+
+class Return(ABC, Generic[_Step, _Travelling]):
+    """What the steps of a pass send back, taken when a step is over or, with overlap, when the next one has attended.
+
+    A step calls :meth:`finish` when it has attended, and :meth:`give` at its end; after the last one comes one more
+    :meth:`finish`.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        self._overlap = overlap
+        self._given: tuple[_Step, _Travelling] | None = None
+
+    @abstractmethod
+    def take(self, step: _Step, back: _Travelling) -> None:
+        """Wait for what `step` sent back, and use it."""
+
+    def give(self, step: _Step, back: _Travelling) -> None:
+        """`step` sends back what is in `back`."""
+        self._given = step, back
+        del back
+        if not self._overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take what has been given and not taken."""
+        given, self._given = self._given, None
+        if given is not None:
+            self.take(*given)

@@ -184,6 +184,10 @@ class _StageSizes:
         """What the stage is sent to attend: its q, and the K and V that it opens."""
         return self.q + 2 * self.kappa * self.opens_kv
 
+    def on_the_way_back(self, mode: Mode) -> int:
+        """Sent and received of what the stage gives back in backward, with dK and dV where it closes them."""
+        return 2 * self.q * (1 + mode.output_in_loop) + 4 * self.kappa * self.closes_kv
+
     def in_flight(self, parts: int, *, kv: bool = True) -> int:
         """Sent and received for the next stage: `parts` tensors of query heads, and K and V."""
         return 2 * parts * self.next_q + 4 * self.next_kappa * kv
@@ -193,6 +197,7 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
     """`after`: whether the output projection is run after the stage loop."""
     wide = 2 if mode.sums_y_exactly(len(stages)) else 1
     result = chi * wide if mode.output_in_loop else h
+    first_added = 2 if mode.overlaps_return else 1
     peak = 0.0
     if mode.output_in_loop and wide == 2:  # y is rounded into a tensor of its own at the end
         peak = result + chi
@@ -201,13 +206,17 @@ def _forward_peak(stages: list[_StageSizes], mode: Mode, h: float, chi: float, l
     kept = 0
     for number, s in enumerate(stages):
         kept += s.received * mode.keeps_heads
-        so_far = 0 if number == 0 else result
+        so_far = 0 if number < first_added else result
         left = kept or (0 if s.closes_kv else 2 * s.kappa)  # of q, K and V, after they were attended
-        attending = so_far + (kept or s.q + 2 * s.kappa) + s.q + (2 * s.q if s.paired else 0)
+        before = stages[number - 1] if mode.overlaps_return and number > 0 else None
+        on_the_way_back = 0 if before is None else 2 * before.q
+        attending = so_far + (kept or s.q + 2 * s.kappa) + s.q + (2 * s.q if s.paired else 0) + on_the_way_back
         sending_back = so_far + left + 2 * s.q
-        writing = result + left + s.q
+        writing = result + left + s.q + (0 if before is None else s.q)
         if mode.output_in_loop:
             writing += s.q + (2 * chi / PRODUCT_PIECES if wide == 2 else 0)
+        if number == 0 and mode.overlaps_return:  # written while the next stage's is there
+            writing = 0
         peak = max(peak, max(attending, sending_back, writing) + s.in_flight(1) + lse)
     return max(peak, result + kept + chi + lse) if after else peak
 
@@ -222,6 +231,8 @@ def _training_peak(
     kept = sum(s.received for s in stages) * mode.keeps_heads
     peak = 0.0
     for number, s in enumerate(stages):
+        before = stages[number - 1] if mode.overlaps_return and number > 0 else None
+        on_the_way_back = 0 if before is None else before.on_the_way_back(mode)
         grouped, per_query = buffers.grouped(s.q, s.kappa), 4 + buffers.per_query_head
         if mode.query_blocks > 1:
             # A block of q and dout is sent and received; then a piece of it is attended, tile by tile.
@@ -234,12 +245,16 @@ def _training_peak(
             next_stage = 4 * s.next_q / mode.query_blocks + 4 * s.next_kappa
             in_flight = max(exchanging, next_stage) if mode.overlap else 0
             stage = chi * wide + 6 * s.kappa + max(exchanging, attending) + in_flight
+            if mode.overlaps_return:  # the block before
+                stage += exchanging + (0 if before is None else 4 * before.kappa * before.closes_kv)
         else:
-            sums = (0 if number == 0 else chi * wide) + (0 if s.opens_kv else 2 * s.kappa * wide)
+            sums = (0 if number < (2 if mode.overlaps_return else 1) else chi * wide) + (
+                0 if s.opens_kv else 2 * s.kappa * wide
+            )
             attending = per_query * s.q + (2 * s.kappa + 4 * s.q if s.paired else 4 * s.kappa + grouped)
             kept -= s.received * mode.keeps_heads  # which `attending` counts; the rest is of later stages
             parts = 1 + mode.keeps_output + (not mode.keeps_heads)
-            stage = kept + sums + attending + s.in_flight(parts, kv=not mode.keeps_heads)
+            stage = kept + sums + attending + s.in_flight(parts, kv=not mode.keeps_heads) + on_the_way_back
         peak = max(peak, incoming + stage)
     return peak
 

@@ -47,7 +47,7 @@ class Case:
     memory: str = "keep"
     query_blocks: int = 4
     accumulate: str = "auto"
-    overlap: bool = False
+    overlap: bool | str = False
     seed: int = 0
     one_device: bool = False
     """Whether all ranks are on the first GPU (``threads.py``)."""
