@@ -113,9 +113,15 @@ def _upipe_cases() -> list[tuple[str, int, str]]:
 UPIPE_CASES = _upipe_cases()
 KERNEL_CASES = [
     (name, mode, kernel)
-    for name, mode in (("8b", "keep"), ("8b", "keep_heads, overlap"), ("8b", "fused"), ("mha", "keep"))
-    for kernel in ("torch-cuda-flash", "torch-cudnn", "flash-attn-3", "flash-attn-4")
-] + [("8b", "blocks", "flash-attn-3"), ("8b", "blocks", "torch-cuda-flash")]
+    for name, mode, kernels in (
+        ("8b", "keep", ("torch-cuda-flash", "torch-cudnn", "flash-attn-3", "flash-attn-4")),
+        ("8b", "keep_heads, overlap", ("torch-cuda-flash", "flash-attn-3")),
+        ("8b", "fused", ("torch-cuda-flash", "flash-attn-3")),
+        ("mha", "keep", ("torch-cuda-flash", "flash-attn-3")),
+        ("8b", "blocks", ("flash-attn-3",)),
+    )
+    for kernel in kernels
+]
 """The kernels beside FlashAttention 2."""
 
 

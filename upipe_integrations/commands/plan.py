@@ -57,7 +57,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "--kernel",
         choices=PLANNED_KERNELS,
         default=USUAL_KERNEL,
-        help="local attention, whose buffers count (default: %(default)s); upipe info says which one a GPU gets",
+        metavar="NAME",
+        help=f"local attention, whose buffers count (default: %(default)s): {', '.join(PLANNED_KERNELS)}; upipe info "
+        "says which one a GPU gets",
     )
     add_number(stack, "--lora-rank", "train LoRA on all linear layers, the model frozen", default=0)
     upipe = parser.add_argument_group("UPipe")
