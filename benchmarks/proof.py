@@ -46,13 +46,18 @@ def rows_of(module: str, name: str, small: bool) -> Iterator[dict[str, Any]]:
             yield {"what": "the step itself", "held": False, "failed": f"{type(error).__name__}: {words}"}
 
 
-def run_step(module: str, name: str, small: bool, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a step, from a process that is ended at its limit; what else it says is in FOLDER/NAME.log."""
+def run_step(
+    module: str, name: str, small: bool, folder: Path, variables: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a step, from a process that is ended at its limit; what else it says is in FOLDER/NAME.log.
+
+    `variables` of its environment are set besides.
+    """
     _, seconds = steps_of(module)[name]
     lines, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     lines.write_text("")
     command = [sys.executable, __file__, str(folder), "--step", module, name, *(["--dry-run"] if small else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     with log.open("w") as said:
         try:
             done = subprocess.run(command, stdout=said, stderr=said, timeout=seconds, env=environment, check=False)
@@ -61,6 +66,13 @@ def run_step(module: str, name: str, small: bool, folder: Path) -> list[dict[str
             ended = f"not done in {seconds} s, see {log.name}"
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines.read_text().splitlines()]
     return rows if ended is None else [*rows, {"what": "the step itself", "held": False, "failed": ended}]
+
+
+def visible(gpus: int) -> dict[str, str]:
+    """The variable by which a process sees the first `gpus` of the GPUs that this one sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = [str(n) for n in range(gpus)] if given is None else given.split(",")[:gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -111,13 +123,11 @@ def main() -> int:
             return 2
     found: list[dict[str, Any]] = []
     begin = time.monotonic()
-    for module, name in dict.fromkeys(names):
+    for module, name in names:
         if options.only and name not in options.only:
             continue
-        if module == SEVERAL and name == "environment":
-            continue
         started = time.monotonic()
-        rows = run_step(module, name, small, folder)
+        rows = run_step(module, name, small, folder, {} if small else visible(options.gpus))
         found += [{"step": name, **row} for row in rows]
         bad = sum(row["held"] is False for row in rows)
         report = f"{len(rows)} findings, {bad} did not hold" if bad else f"{len(rows)} findings"

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from proof_steps import LLAMA3_8B, MODES, SMALL_LAYER, Row, _step, environment
+from proof_steps import LLAMA3_8B, SMALL_LAYER, Row, contenders, row_of_case, train_step
 
-from upipe_integrations import Schedule
-from upipe_integrations.bench.layers import Layer, random_layer, upipe_layer
-from upipe_integrations.bench.ulysses import ulysses_layer
+from upipe_integrations.bench.layers import Layer, random_layer
 from upipe_integrations.kernels import KernelRequest, select_kernel
 from upipe_integrations.local_ranks import LocalRanks
 from upipe_integrations.mode import MEMORY
@@ -57,14 +55,7 @@ def exact(small: bool) -> Iterator[Row]:
             ((torch.float64, "math"), (torch.bfloat16, "auto")), MEMORY, (False, True)
         )
     ]  # fmt: skip
-    for case, result in zip(cases, check_all(cases, seconds=60), strict=True):
-        what = f"{case.memory}{', overlap' if case.overlap else ''}, {str(case.dtype).removeprefix('torch.')}"
-        if result.refusal is not None:
-            yield {"what": what, "held": False, "refusal": result.refusal}
-            continue
-        worst = result.worst
-        held = all(finding.agrees for finding in result.findings)
-        yield {"what": what, "held": held, "worst": worst.error, "of": worst.tensor, "tolerance": worst.tolerance}
+    yield from map(row_of_case, cases, check_all(cases, seconds=60))
 
 
 def exchange(small: bool) -> Iterator[Row]:
@@ -83,12 +74,7 @@ def _profiles(small: bool) -> dict[str, dict[str, float]]:
     kernel = select_kernel("auto", KernelRequest(device, dtype, shape.head_dim, blocks=True))
     layer = random_layer(shape, tokens, dtype).shard(dist.get_rank(), C).map(lambda t: t.to(device)).as_leaves()
     dy = layer.x.detach().flip(1).clone()
-    schedule = Schedule.build(heads=shape.heads, kv_heads=shape.kv_heads, ranks=C, chunk_heads=2 * C)
-    runs: dict[str, Callable[[Layer], torch.Tensor]] = {
-        "Ulysses": lambda layer: ulysses_layer(layer, dist.group.WORLD, kernel)
-    }
-    for name, mode in MODES.items():
-        runs[f"UPipe {name}"] = lambda layer, mode=mode: upipe_layer(layer, schedule, mode, dist.group.WORLD, kernel)
+    runs = contenders(shape, kernel, C, 2 * C)
     return {name: _profile(run, layer, dy) for name, run in runs.items()}
 
 
@@ -96,9 +82,9 @@ def _profile(run: Callable[[Layer], torch.Tensor], layer: Layer, dy: torch.Tenso
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = layer.x.is_cuda
-    _step(run, layer, dy)
+    train_step(run, layer, dy)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
-        _step(run, layer, dy)
+        train_step(run, layer, dy)
         if on_gpu:
             torch.cuda.synchronize()
     events = [e for e in seen.events() if not on_gpu or e.device_type == torch.autograd.DeviceType.CUDA]
@@ -258,7 +244,6 @@ def _is_there(name: str) -> bool:
 
 
 STEPS: dict[str, tuple[Callable[[bool], Iterator[Any]], int]] = {
-    "environment": (environment, 40),
     "exact": (exact, 120),
     "exchange": (exchange, 120),
     "training": (training, 300),

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from upipe_integrations import AttentionSpec, Mode, Schedule
-from upipe_integrations.bench.layers import Layer, upipe_layer
+from upipe_integrations.bench.layers import Layer, random_layer, upipe_layer
 from upipe_integrations.bench.ulysses import attend_all_heads, ulysses_layer
 from upipe_integrations.kernels import KERNELS, Kernel, KernelRequest, order_of_preference, select_kernel
 from upipe_integrations.mode import MEMORY
@@ -38,6 +38,7 @@ from upipe_integrations.planning.closed_forms import (
 )
 from upipe_integrations.planning.measure import fake_ranks, measured_upipe_peak
 from upipe_integrations.proof.case import Case
+from upipe_integrations.proof.check import Result
 from upipe_integrations.proof.kernels import SIZES, TOLERANCE, kernel_cases, kernel_errors
 from upipe_integrations.proof.threads import check_in_threads
 
@@ -178,11 +179,16 @@ def modes(small: bool) -> Iterator[Row]:
         )
         for (dtype, kernel), memory, overlap in itertools.product(precisions, MEMORY, (False, True))
     ]  # fmt: skip
-    for case, found in zip(cases, check_in_threads(cases), strict=True):
-        worst = max(found, key=lambda finding: (math.isnan(finding.error), finding.error))
-        what = f"{case.memory}{', overlap' if case.overlap else ''}, {str(case.dtype).removeprefix('torch.')}"
-        held = all(finding.agrees for finding in found)
-        yield {"what": what, "held": held, "worst": worst.error, "of": worst.tensor, "tolerance": worst.tolerance}
+    yield from map(row_of_case, cases, check_in_threads(cases))
+
+
+def row_of_case(case: Case, result: Result) -> Row:
+    """What came of a case that was compared with one process."""
+    what = f"{case.memory}{', overlap' if case.overlap else ''}, {str(case.dtype).removeprefix('torch.')}"
+    if result.refusal is not None:
+        return {"what": what, "held": False, "refusal": result.refusal}
+    worst, held = result.worst, all(finding.agrees for finding in result.findings)
+    return {"what": what, "held": held, "worst": worst.error, "of": worst.tensor, "tolerance": worst.tolerance}
 
 
 @contextmanager
@@ -210,26 +216,11 @@ class _Done:
 
 def layer_of_one_rank(shape: LayerShape, tokens: int, ranks: int, device: torch.device) -> tuple[Layer, Tensor]:
     """A rank's layer for a sequence of `tokens` in bfloat16, made on `device`, and the gradient of its output."""
-    H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
-    L = tokens // ranks
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def normal(*size: int, fan_in: int = 1) -> Tensor:
-        t = torch.empty(size, dtype=torch.bfloat16, device=device)
-        return t.normal_(0, fan_in**-0.5, generator=generator)
-
-    x, weights = normal(1, L, E), [normal(n * D, E, fan_in=E) for n in (H, K, K)]
-    wo = normal(E, H * D, fan_in=H * D)
-    angles = torch.outer(torch.arange(L, device=device), 1e4 ** (-torch.arange(0, D, 2, device=device) / D)).repeat(
-        1, 2
-    )[None]
-    layer = Layer(x, *weights, wo, angles.cos().bfloat16(), angles.sin().bfloat16(), D)
-    for leaf in layer.leaves().values():
-        leaf.requires_grad_()
-    return layer, normal(1, L, E)
+    layer = random_layer(shape, tokens // ranks, torch.bfloat16, device=device).as_leaves()
+    return layer, layer.x.detach().flip(1).clone()
 
 
-def _step(run: Callable[[Layer], Tensor], layer: Layer, dy: Tensor) -> None:
+def train_step(run: Callable[[Layer], Tensor], layer: Layer, dy: Tensor) -> None:
     """Forward and backward, as a training step has them."""
     for leaf in layer.leaves().values():
         leaf.grad = None
@@ -239,7 +230,7 @@ def _step(run: Callable[[Layer], Tensor], layer: Layer, dy: Tensor) -> None:
     torch.autograd.backward(edge, dy)
 
 
-def _contenders(shape: LayerShape, kernel: Kernel, ranks: int, heads: int) -> dict[str, Callable[[Layer], Tensor]]:
+def contenders(shape: LayerShape, kernel: Kernel, ranks: int, heads: int) -> dict[str, Callable[[Layer], Tensor]]:
     schedule = Schedule.build(heads=shape.heads, kv_heads=shape.kv_heads, ranks=ranks, chunk_heads=heads)
 
     def upipe(mode: Mode) -> Callable[[Layer], Tensor]:
@@ -266,7 +257,7 @@ def memory(small: bool) -> Iterator[Row]:
         name = kernel.name if kernel is not None else "torch-cuda-flash"
         if mode is None:
             form = ulysses_peak(shape, RANKS, kernel=name)
-            form = PeakUnits(form.forward, form.training + 2 * 40 * 4096 / tokens)
+            form = PeakUnits(form.forward, form.training + weight_gradients(shape, tokens, schedule, Mode()))
         else:
             form = upipe_peak(shape, schedule, mode, kernel=name)
             form = PeakUnits(form.forward, form.training + weight_gradients(shape, tokens, schedule, mode))
@@ -277,7 +268,7 @@ def memory(small: bool) -> Iterator[Row]:
                 peak, reserved = measured_upipe_peak(shape, schedule, mode, tokens, kernel=name).training, None
         else:
             assert kernel is not None
-            run = _contenders(shape, kernel, RANKS, 8)[what if mode is None else f"UPipe {what}"]
+            run = contenders(shape, kernel, RANKS, 8)[what if mode is None else f"UPipe {what}"]
             try:
                 peak, reserved = _allocated(shape, tokens, run, device)
             except torch.OutOfMemoryError:
@@ -299,7 +290,7 @@ def _allocated(shape: LayerShape, tokens: int, run: Callable[[Layer], Tensor], d
     """(peak, reserved at the peak) in bytes beyond the layer's input and weights, dy included."""
     with one_rank(RANKS):
         warm, dy = layer_of_one_rank(shape, 64 * RANKS * 8, RANKS, device)
-        _step(run, warm, dy)  # workspaces of products, and what is made once
+        train_step(run, warm, dy)  # workspaces of products, and what is made once
         del warm, dy
         gc.collect()
         torch.cuda.empty_cache()
@@ -307,7 +298,7 @@ def _allocated(shape: LayerShape, tokens: int, run: Callable[[Layer], Tensor], d
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, reserved = torch.cuda.memory_allocated() - dy.nbytes, torch.cuda.memory_reserved() - dy.nbytes
-        _step(run, layer, dy)
+        train_step(run, layer, dy)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved
 
@@ -318,16 +309,16 @@ def speed(small: bool) -> Iterator[Row]:
     shape, repeats_at = (SMALL_LAYER, {512: 2}) if small else (LLAMA3_8B, {128 << 10: 5, 256 << 10: 2})
     dtype = torch.bfloat16
     kernel = select_kernel("auto", KernelRequest(device, dtype, shape.head_dim, blocks=True))
-    contenders = _contenders(shape, kernel, ranks, ranks) | {"stock SDPA": _stock}
+    runs = contenders(shape, kernel, ranks, ranks) | {"stock SDPA": _stock}
     for tokens, repeats in repeats_at.items():
         with one_rank(ranks):
             layer, dy = layer_of_one_rank(shape, tokens, ranks, device)
-            seconds: dict[str, list[float]] = {name: [] for name in contenders}
+            seconds: dict[str, list[float]] = {name: [] for name in runs}
             for repeat in range(-1, repeats):
-                for name, run in contenders.items():
+                for name, run in runs.items():
                     _wait(device)
                     begin = time.perf_counter()
-                    _step(run, layer, dy)
+                    train_step(run, layer, dy)
                     _wait(device)
                     if repeat >= 0:
                         seconds[name].append(time.perf_counter() - begin)
@@ -383,13 +374,13 @@ def synchronisation(small: bool) -> Iterator[Row]:
 
         with one_rank(RANKS):
             layer, dy = layer_of_one_rank(shape, 512 if small else 4096, RANKS, device)
-            _step(run, layer, dy)
+            train_step(run, layer, dy)
             waited = None
             if not small:
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                _step(run, layer, dy)
+                train_step(run, layer, dy)
             except RuntimeError as error:
                 waited = " ".join(str(error).split())[:200]
             finally:

@@ -108,6 +108,11 @@ class Mode:
         return "fused" if self.query_blocks == 1 else "blocks"
 
     @property
+    def overlaps_sending(self) -> bool:
+        """Whether the next stage's heads travel while this one attends."""
+        return bool(self.overlap)
+
+    @property
     def overlaps_return(self) -> bool:
         """Whether what a stage gives back travels while the next one attends."""
         return self.overlap == BOTH_WAYS

@@ -76,13 +76,18 @@ Run = Callable[[Layer], Tensor]
 """A layer's forward: its y `[B, L, E]`."""
 
 
-def random_layer(shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int = 0) -> Layer:
-    """A layer whose heads, scores and outputs have the size they have in a model: x normal, weights 1/sqrt(fan-in)."""
+def random_layer(
+    shape: LayerShape, tokens: int, dtype: torch.dtype, seed: int = 0, device: torch.device | None = None
+) -> Layer:
+    """A layer whose heads, scores and outputs have the size they have in a model: x normal, weights 1/sqrt(fan-in).
+
+    It is made on `device`, whose random numbers are others than the host's; None is the host.
+    """
     H, K, D, E = shape.heads, shape.kv_heads, shape.head_dim, shape.hidden_size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device or "cpu").manual_seed(seed)
 
     def normal(*size: int, fan_in: int = 1) -> Tensor:
-        scaled: Tensor = torch.randn(*size, generator=generator) * fan_in**-0.5
+        scaled: Tensor = torch.randn(*size, generator=generator, device=device) * fan_in**-0.5
         return scaled.to(dtype)
 
     frequency = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)

@@ -99,7 +99,7 @@ class StageAttention:
     def __init__(self, call: Call, stage: Stage, like: Tensor, sink_gradient: Tensor | None = None) -> None:
         staging, rank = call.staging, group_rank(call.staging.group)
         self._ranks = staging.schedule.ranks
-        self._kernel = staging.kernel.beside_exchanges() if staging.mode.overlap else staging.kernel
+        self._kernel = staging.kernel.beside_exchanges() if staging.mode.overlaps_sending else staging.kernel
         self._heads = stage.q.by_rank[rank]
         # None where the kernel's own grouping of query heads says the same.
         self._pairing = None if stage.grouped_evenly(rank) else constant(stage.kv_of_q[rank], like)

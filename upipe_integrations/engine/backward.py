@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +64,37 @@ def _gradient_of_heads(call: Call, grad: Tensor) -> HeadSource:
     return GivenHeads(grad) if call.output is None else call.output.heads_of(grad, call.v.head_dim)
 
 
+# ---------------------------------------------------------------- the way back
+
+
+_Step = TypeVar("_Step")
+
+
+@dataclass
+class _Back:
+    """What a step sends back: dq, over blocks with out beside it; out by itself; dK and dV where it closes them."""
+
+    dq: SentBack
+    out: SentBack | None = None
+    dk: SentBack | None = None
+    dv: SentBack | None = None
+
+
+class _GradientReturn(Return[_Step, _Back]):
+    """Adds what every step sends back to the gradients, and to `dx`."""
+
+    def __init__(self, call: Call, grad: Tensor, grads: _Gradients, dx: RunningSum) -> None:
+        super().__init__(overlap=call.staging.mode.overlaps_return)
+        self._call, self._grad, self._grads, self._dx = call, grad, grads, dx
+
+    def _of_kv(self, stage: Stage, back: _Back) -> list[Factors | None]:
+        """What dK and dV add to dx; nothing where the step does not close them."""
+        if back.dk is None or back.dv is None:
+            return []
+        of_k = self._grads.k.add(back.dk.receive(), stage.kv)
+        return [of_k, self._grads.v.add(back.dv.receive(), stage.kv)]
+
+
 # ---------------------------------------------------------------- a stage at once
 
 
@@ -70,7 +102,7 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
     """(K and V where the stage opens them, q and dout and, where it was saved, out) of every stage."""
 
     def __init__(self, call: Call, grad: Tensor, saved: SavedForBackward | None) -> None:
-        super().__init__(call.staging.schedule.stages, overlap=bool(call.staging.mode.overlap))
+        super().__init__(call.staging.schedule.stages, overlap=call.staging.mode.overlaps_sending)
         self._call = call
         self._dout = _gradient_of_heads(call, grad)
         self._saved = saved
@@ -89,23 +121,8 @@ class _BackwardTravel(Travel[Stage, tuple[Arriving | None, list[Arriving]]]):
         return Sent(kv, call) if kv else None, [Sent([q, *others], call)]
 
 
-@dataclass
-class _Back:
-    """What a stage sends back: dq; out, where the output projection in the loop wants it; dK and dV where it closes
-    them."""
-
-    dq: SentBack
-    out: SentBack | None = None
-    dk: SentBack | None = None
-    dv: SentBack | None = None
-
-
-class _BackwardReturn(Return[Stage, _Back]):
-    """Adds what every stage sends back to the gradients, and to `dx`."""
-
-    def __init__(self, call: Call, grad: Tensor, grads: _Gradients, dx: RunningSum) -> None:
-        super().__init__(overlap=call.staging.mode.overlaps_return)
-        self._call, self._grad, self._grads, self._dx = call, grad, grads, dx
+class _StageReturn(_GradientReturn[Stage]):
+    """Adds what every stage sends back: dq and, where the output projection in the loop wants it, out."""
 
     def take(self, step: Stage, back: _Back) -> None:
         """See :class:`Return`."""
@@ -118,10 +135,7 @@ class _BackwardReturn(Return[Stage, _Back]):
             dw = output.weight_gradient(out, self._grad, torch.promote_types(call.dtype, grads.output.dtype))
             output.add_weight_gradient(grads.output, dw, call.v.head_dim, step.q)
             del out, dw
-        if back.dk is not None and back.dv is not None:
-            factors.append(grads.k.add(back.dk.receive(), step.kv))
-            factors.append(grads.v.add(back.dv.receive(), step.kv))
-        _add_products(self._dx, factors)
+        _add_products(self._dx, factors + self._of_kv(step, back))
 
 
 def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _Gradients) -> RunningSum:
@@ -135,7 +149,7 @@ def _backward(call: Call, grad: Tensor, saved: SavedForBackward | None, grads: _
     if saved is not None and call.output_after is not None and grads.output is not None:
         call.output_after.add_all_rows(grads.output, saved.out.flatten(2, 3), grad)
     dx = Sum(staging.mode.sum_dtype(call.dtype))
-    travel, returned, kv = _BackwardTravel(call, grad, saved), _BackwardReturn(call, grad, grads, dx), OpenKV(call)
+    travel, returned, kv = _BackwardTravel(call, grad, saved), _StageReturn(call, grad, grads, dx), OpenKV(call)
     lses = iter(saved.lses if saved is not None else ())
 
     for stage in staging.schedule.stages:
@@ -196,7 +210,7 @@ class _BlockTravel(Travel[_Block, tuple[Sent | None, Sent]]):
             for stage in call.staging.schedule.stages
             for first in range(0, rows, size)
         ]
-        super().__init__(self.blocks, overlap=bool(call.staging.mode.overlap))
+        super().__init__(self.blocks, overlap=call.staging.mode.overlaps_sending)
         self._call = call
         self._dout = _gradient_of_heads(call, grad)
 
@@ -209,29 +223,19 @@ class _BlockTravel(Travel[_Block, tuple[Sent | None, Sent]]):
         return Sent(kv, call) if kv else None, Sent([q, dout], call)
 
 
-@dataclass
-class _BlockBack:
-    """What a block sends back: dq and out side by side; dK and dV with the last block that they are summed over."""
-
-    pieces: SentBack
-    dk: SentBack | None = None
-    dv: SentBack | None = None
-
-
-class _BlockReturn(Return[_Block, _BlockBack]):
-    """Adds what every block sends back to the gradients, and to `dx`."""
+class _BlockReturn(_GradientReturn[_Block]):
+    """Adds what every block sends back: dq and out side by side."""
 
     def __init__(self, call: Call, grad: Tensor, grads: _Gradients, dx: RunningSum) -> None:
-        super().__init__(overlap=call.staging.mode.overlaps_return)
-        self._call, self._grad, self._grads, self._dx = call, grad, grads, dx
+        super().__init__(call, grad, grads, dx)
         self._dw = Sum()
 
-    def take(self, step: _Block, back: _BlockBack) -> None:
+    def take(self, step: _Block, back: _Back) -> None:
         """See :class:`Return`."""
         call, grads, stage, rows = self._call, self._grads, step.stage, step.rows
         output, grad = call.output, self._grad
         assert output is not None
-        pieces = back.pieces.receive()
+        pieces = back.dq.receive()
         dq, out = pieces.split([stage.q.per_rank, stage.q.per_rank], 3)
         if grads.output is not None:
             zero_padding(out, stage.q)
@@ -245,10 +249,7 @@ class _BlockReturn(Return[_Block, _BlockBack]):
         grads.q.end_blocks(stage.q)
         if grads.output is not None:
             output.add_weight_gradient(grads.output, self._dw.take(), call.v.head_dim, stage.q)
-        if back.dk is not None and back.dv is not None:
-            factors = [grads.k.add(back.dk.receive(), stage.kv)]
-            factors.append(grads.v.add(back.dv.receive(), stage.kv))
-            _add_products(self._dx, factors)
+        _add_products(self._dx, self._of_kv(stage, back))
 
 
 def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningSum:
@@ -280,7 +281,7 @@ def _backward_in_blocks(call: Call, grad: Tensor, grads: _Gradients) -> RunningS
             dout.copy_(out)
             del q, dout, dq, out
         returned.finish()
-        back = _BlockBack(SentBack(pieces, call))
+        back = _Back(SentBack(pieces, call))
         del pieces
         if block.last and stage.closes_kv:
             kv.close()

@@ -75,7 +75,7 @@ class _ForwardTravel(Travel[Stage, tuple[Sent | None, Sent]]):
     """(K and V where the stage opens them, q) of every stage."""
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.staging.schedule.stages, overlap=bool(call.staging.mode.overlap))
+        super().__init__(call.staging.schedule.stages, overlap=call.staging.mode.overlaps_sending)
         self._call = call
 
     def send(self, step: Stage) -> tuple[Sent | None, Sent]:

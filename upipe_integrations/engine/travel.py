@@ -92,7 +92,7 @@ class Sent(Arriving):
         exchanges, staging = by_exchange(items), call.staging
         super().__init__(exchanges)
         self._staging = staging
-        ranks, overlap = staging.schedule.ranks, bool(staging.mode.overlap)
+        ranks, overlap = staging.schedule.ranks, staging.mode.overlaps_sending
         self._in_flight = [
             start_exchange(_packed(exchange, ranks, call.dtype), staging.group, overlap=overlap)
             for exchange in exchanges

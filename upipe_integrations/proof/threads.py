@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from upipe_integrations.proof.case import Case
-from upipe_integrations.proof.check import Finding, findings
+from upipe_integrations.proof.check import Result, findings
 from upipe_integrations.proof.sharded import sharded
 
 
-def check_in_threads(cases: Sequence[Case], *, seconds: float = 120) -> Iterator[list[Finding]]:
-    """What ``check`` finds of each case, with its ranks as threads. The process may have no process group.
+def check_in_threads(cases: Sequence[Case], *, seconds: float = 120) -> Iterator[Result]:
+    """The result of each case, with its ranks as threads. The process may have no process group.
 
     Raises:
         RuntimeError: a rank failed or did not finish a case in `seconds`.
@@ -29,7 +29,7 @@ def check_in_threads(cases: Sequence[Case], *, seconds: float = 120) -> Iterator
     _install_threaded_pg()
     try:
         for case in cases:
-            yield list(findings(case, _on_threads(case, seconds)))
+            yield Result(tuple(findings(case, _on_threads(case, seconds))))
     finally:
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
